@@ -54,10 +54,12 @@ class Verdict(NamedTuple):
     Attributes:
         is_best: whether the held-out loss is the lowest so far.
         stops: whether `eval.patience` ends the run.
+        is_left_out: whether a request to stop has ended the evaluation, so that no results are written.
     """
 
     is_best: bool = False
     stops: bool = False
+    is_left_out: bool = False
 
 
 class Evaluator(Job):
@@ -98,6 +100,7 @@ class Evaluator(Job):
         verdict = self.evaluate(step.number)
         step.is_best = verdict.is_best
         step.ends_early = verdict.stops
+        step.lacks_evaluation = verdict.is_left_out
 
     def _open(self) -> EvaluationPlan:
         """Read the evaluation plan of the run folder or make a new plan, and open `evaluations.jsonl`.
@@ -143,8 +146,7 @@ class Evaluator(Job):
             step: number of optimizer steps that the run has made.
 
         Returns:
-            (whether the held-out loss is the lowest so far, whether `eval.patience` ends the run). If a request to stop arrives
-            during the evaluation, no results are written, and both values are False.
+            What the evaluation decides about the run.
         """
         training = self._training
         packing = self._run.recipe.packing
@@ -164,7 +166,7 @@ class Evaluator(Job):
                 )
             if losses is None:
                 training.log(f"step {step}: the evaluation is left out, because the run must stop")
-                return Verdict()
+                return Verdict(is_left_out=True)
             base = next((row["losses"] for row in (*self._rows, *rows)), None)
             row = {"step": step, "weights": weights, **summarize(self._plan, self._samples, losses, base)}
             rows.append(row | {"seconds": round(time.perf_counter() - began, 3)})

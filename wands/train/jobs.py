@@ -30,6 +30,7 @@ class FinishedStep:
         metrics: row of `metrics.jsonl`, with keys such as "loss" and "grad_norm". Set by the log, which is the first job.
         is_best: whether the held-out loss of this step is the lowest so far. Set by the evaluation.
         ends_early: whether `eval.patience` ends the run. Set by the evaluation.
+        lacks_evaluation: whether the evaluation of this step was left out, because the run must stop. Set by the evaluation.
     """
 
     plan: StepPlan
@@ -43,6 +44,7 @@ class FinishedStep:
     metrics: dict[str, Any] = field(default_factory=dict)
     is_best: bool = False
     ends_early: bool = False
+    lacks_evaluation: bool = False
 
     @property
     def save_requested(self) -> bool:
@@ -56,8 +58,8 @@ class FinishedStep:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the run should end after this step, to be resumed later."""
-        return bool(self.sums.largest["quit"])
+        """Whether the run should end after this step, to be resumed later. The resumed run makes up for a missing evaluation."""
+        return bool(self.sums.largest["quit"]) or self.lacks_evaluation
 
     @property
     def is_writing(self) -> bool:
