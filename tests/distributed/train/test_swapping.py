@@ -127,7 +127,9 @@ def drop_wait(folder: Path) -> bool:
     LateLane.wait, wait = lambda self, event: None, LateLane.wait
     try:
         return outcome(folder, 0, case("full", "fp32", 4))[0] != plain
-    except WandsError:  # the memory of a buffer that was never filled may contain NaN, also in the held-out loss
+    except (
+        WandsError
+    ):  # the memory of a buffer that was never filled may contain NaN, also in the held-out loss
         return True
     finally:
         LateLane.wait = wait
