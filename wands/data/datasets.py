@@ -27,6 +27,7 @@ from wands.data.holdout import (
     HELD_OUT,
     TRAIN,
     choose_sides,
+    clip_name,
     drop_duplicates,
     smallest_fraction,
 )
@@ -436,13 +437,17 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
         drop_duplicates(sides, contents, np.concatenate([cache.index.signatures for cache in caches]))
     num_held, num_train = ((sides == side).sum() for side in (HELD_OUT, TRAIN))
     if not num_held or not num_train:
-        change = (
-            "Lower data.holdout" if num_held else f"Set data.holdout={smallest_fraction(names):g} or more"
-        )
+        smallest = smallest_fraction(names)
+        if len({clip_name(name) for name in names}) == 1 or (not num_held and smallest >= 1):
+            fix = "Add clips."
+        elif num_held:
+            fix = "Lower data.holdout, or add clips."
+        else:
+            fix = f"Set data.holdout={smallest:g} or more, or add clips."
         raise ConfigError(
             f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} for "
             "training, but evaluation and training need at least 1 each. (Samples next to a held-out sample in the same video, "
-            f"and near-duplicates of it, are not used.) {change}, or add clips."
+            f"and near-duplicates of it, are not used.) {fix}"
         )
     return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 

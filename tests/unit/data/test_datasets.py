@@ -264,6 +264,13 @@ def test_a_side_without_clips_is_refused(caches, holdout: float, said: str, spli
             open_section(cache=caches("a"), holdout=max(smallest - 0.01, 1e-9), split=split)
 
 
+@pytest.mark.parametrize("holdout", [1e-9, 1 - 1e-9])
+def test_one_clip_cannot_be_split(holdout: float):
+    mock = {"num_samples": 1, "shapes": [[1, 4, 4]], "text_lens": [4]}
+    with pytest.raises(ConfigError, match=r"are not used\.\) Add clips\.$"):
+        open_section(mock=mock, holdout=holdout)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
