@@ -30,14 +30,17 @@ def calibrate(options: CalibrateOptions) -> str:
     """
     kind = accelerator_type()
     device = torch.device(kind)
-    # Speeds of a GPU hardly grow with larger tensors.
-    rows, width, *shape = (32_768, 5120, 12, 128) if kind == "cuda" else (1024, 4096, 2, 128)
+    # Speeds of a GPU hardly grow with larger tensors. A CPU without bf16 units takes minutes for a product of this size.
+    rows, width, heads = (32_768, 5120, 12) if kind == "cuda" else (256, 512, 2)
+    head_dim = 128
     name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU {platform.machine()}"
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     x, weight, one = draw(rows, width), draw(width, width), torch.zeros(1, device=device)
-    q, k, v, dout = draw(4, rows, *shape)
-    attention, segments, scale = {}, Segments.build((rows,), device=device), 128**-0.5
-    names = usable_backends(device, torch.bfloat16, 128) if kind == "cuda" else ["cpu"]
+    q, k, v, dout = draw(4, rows, heads, head_dim)
+    attention = {}
+    segments = Segments.build((rows,), device=device)
+    scale = head_dim**-0.5
+    names = usable_backends(device, torch.bfloat16, head_dim) if kind == "cuda" else ["cpu"]
     flops = 4 * rows * q.numel()
     for backend_name in names:
         backend = get_backend("cudnn:1:torch" if backend_name == "cudnn" else backend_name)
