@@ -193,10 +193,17 @@ KILLS = {"few": range(1), "many": range(1, 9)}
 
 
 @pytest.mark.parametrize(
-    "seeds",
-    [pytest.param(KILLS["few"], id="one"), pytest.param(KILLS["many"], id="eight", marks=pytest.mark.kill)],
+    ("command", "seeds"),
+    [
+        pytest.param("export", KILLS["few"], id="export-one"),
+        pytest.param("convert", KILLS["few"], id="convert-one", marks=pytest.mark.slow),
+        pytest.param("push", KILLS["few"], id="push-one", marks=pytest.mark.slow),
+        *(
+            pytest.param(command, KILLS["many"], id=f"{command}-eight", marks=pytest.mark.kill)
+            for command in ("export", "convert", "push")
+        ),
+    ],
 )
-@pytest.mark.parametrize("command", ["export", "convert", "push"])
 def test_a_killed_command_is_completed_by_the_same_command(
     command: str,
     seeds: range,
