@@ -67,7 +67,8 @@ def export_cache(path: str | Path, out: str | Path, format: str, max_bytes: int 
         ConfigError: if `out` exists.
     """
     assert format in FORMATS, format
-    cache, out = LatentCache(path, verify=True), Path(out).absolute()
+    cache = LatentCache(path, verify=True)
+    out = Path(out).absolute()
     with WriterLock(out.with_name(f".{out.name}.lock"), f"OUT={out}") as lock:
         if out.exists():
             raise ConfigError(f"OUT={out} exists; pass a new folder.")
@@ -91,7 +92,9 @@ def _write(cache: LatentCache, out: Path, format: str, max_bytes: int, lock: Wri
         with progress("samples", len(cache)) as advance:
             tars = _Tars(temporary, max_bytes) if format == "webdataset" else None
             for i in range(len(cache)):
-                name, meta, content = file_name(i, cache.keys[i]), cache.meta(i), _to_bytes(cache, i)
+                name = file_name(i, cache.keys[i])
+                meta = cache.meta(i)
+                content = _to_bytes(cache, i)
                 if tars:
                     metadata = {"key": cache.keys[i], "crc32": f"{cache.index.crc32[i]:08x}", **meta}
                     tars.add(name, content, str(meta.get("caption") or ""), json.dumps(metadata))
@@ -133,7 +136,8 @@ class _Tars:
     """Writer that stores samples in consecutive tars of limited size."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
+        self._max_bytes = max_bytes
         self._tar: tarfile.TarFile | None = None
         self._count = 0
 

@@ -100,8 +100,11 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
 def _import_export(source: Path, out: Path) -> int:
     try:
         manifest = json.loads((source / EXPORT_NAME).read_text(encoding="utf-8"))
-        stored, count, layout = manifest["cache"], manifest["num_samples"], manifest["layout"]
-        contract, fingerprint = contract_of(stored), stored["fingerprint"]
+        stored = manifest["cache"]
+        count = manifest["num_samples"]
+        layout = manifest["layout"]
+        contract = contract_of(stored)
+        fingerprint = stored["fingerprint"]
         arrays = stored_arrays(stored)
         if stored.pop("digest") != digest(stored):
             raise ValueError(f"'cache' in {EXPORT_NAME} does not match its digest: it was changed")
@@ -175,7 +178,8 @@ def _exported(content: bytes, place: str, arrays: Sequence[ArraySpec]) -> Encode
         DataError: if the file is damaged.
     """
     try:
-        header, stored = _read_metadata(content), load(content)
+        header = _read_metadata(content)
+        stored = load(content)
         present = [spec for spec in arrays if spec.name in stored or not spec.optional]
         tensors = {spec.name: stored[spec.name] for spec in present}
         for spec in present:
@@ -245,7 +249,8 @@ def _musubi_item(path: Path) -> EncodedClip:
         )
     text_path = path.with_name(f"{named['base']}_wan_te.safetensors")
     try:
-        latent_bytes, text_bytes = path.read_bytes(), text_path.read_bytes()
+        latent_bytes = path.read_bytes()
+        text_bytes = text_path.read_bytes()
         latents = _tensor(latent_bytes, r"latents_\d+x\d+x\d+_\w+")
         text = _tensor(text_bytes, r"varlen_t5_(?!preservation)\w+")
         caption = _read_metadata(text_bytes).get("caption1")

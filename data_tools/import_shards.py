@@ -40,7 +40,8 @@ from wands.preprocess.workers import pick_device
 from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 
-CONTRAST, JITTER = 0.4, 0.3
+CONTRAST = 0.4
+JITTER = 0.3
 """Assumptions about normalized latents, with which `check_latents` decides whether latents are normalized.
 
 Let s be the standard deviation of one channel in one clip. log(s) varies from clip to clip with standard deviation 0.4, and
@@ -97,7 +98,8 @@ def import_shards(
     rejected.clear()
     fingerprint = imported_fingerprint(model, first.encoding)
     encoder = TextEncoder.load(model, device)
-    accepted, num_reused = set(), 0
+    accepted = set()
+    num_reused = 0
     with CacheWriter(Path(out), variant, fingerprint) as writer:
         for sample in _fitting_samples(read_samples(shards, Path(source)), variant, std, rejected):
             if sample.encoding != first.encoding:
@@ -243,7 +245,8 @@ def check_imported_latents(latents: Tensor, variant: Variant, std: Tensor) -> No
         DataError: if the shape does not fit, a number is not finite, a channel is constant, or the latents seem not
             normalized.
     """
-    channels, patch = variant.dit.out_channels, variant.dit.patch_size
+    channels = variant.dit.out_channels
+    patch = variant.dit.patch_size
     if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
         raise DataError(
             f"latents of shape {tuple(latents.shape)} are not [{channels}, frames, rows, columns] as in "
@@ -259,7 +262,8 @@ def check_imported_latents(latents: Tensor, variant: Variant, std: Tensor) -> No
     spread = latents.float().flatten(1).std(dim=1, correction=0)
     if (spread == 0).any():
         raise DataError("latents are constant in a channel; encode the clip again")
-    raw, normalized = _unlikelihood(spread / std), _unlikelihood(spread)
+    raw = _unlikelihood(spread / std)
+    normalized = _unlikelihood(spread)
     if raw < normalized:
         raise DataError(
             "latents are not normalized: the channels have standard deviations from "

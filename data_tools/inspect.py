@@ -31,7 +31,8 @@ def describe_cache(cache: LatentCache, num_rows: int) -> str:
         cache: the cache.
         num_rows: number of samples to list.
     """
-    index, variant = cache.index, cache.manifest["variant"]
+    index = cache.index
+    variant = cache.manifest["variant"]
     tokens = cache.num_tokens(tuple(variant["patch_size"]))
     text = index.text_lens
     lines = [

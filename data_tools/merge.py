@@ -65,7 +65,8 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
     for cache in caches[1:]:
         _check_alike(caches[0], cache)
     places: dict[str, tuple[LatentCache, int]] = {}
-    duplicates, differing = [], []
+    duplicates = []
+    differing = []
     for cache in caches:
         for i, key in enumerate(cache.keys):
             if key not in places:

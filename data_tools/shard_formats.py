@@ -107,7 +107,8 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
             try:
                 if missing := [f".{part}" for part in ("pth", "json") if part not in members]:
                     raise DataError(f"the sample has no {' and no '.join(missing)}; {FIX}")
-                tensor, info = reader.read(members["pth"], MAX_LATENT_BYTES), reader.read(members["json"])
+                tensor = reader.read(members["pth"], MAX_LATENT_BYTES)
+                info = reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
                 yield Rejection(key, str(path), str(error))

@@ -148,7 +148,8 @@ def parse_example(data: bytes) -> dict[str, bytes]:
         for number, entry in _message_fields(_last(data, 1) or b""):  # Example.features.feature, a map
             if number != 1 or not isinstance(entry, bytes):
                 continue
-            name, feature = _last(entry, 1), _last(entry, 2)
+            name = _last(entry, 1)
+            feature = _last(entry, 2)
             listed = _last(feature, 1) if feature else None  # Feature.bytes_list
             value = next((v for n, v in _message_fields(listed) if n == 1), None) if listed else None
             if name is not None and isinstance(value, bytes):
@@ -174,7 +175,9 @@ def parse_tensor(data: bytes) -> Tensor:
             f"an array of the record is not a serialized tensor ({error}); copy the shard again, or set SHARDS to "
             "shards that MaxDiffusion wrote"
         ) from None
-    kind, shape, content = proto.dtype, [size.size for size in proto.tensor_shape.dim], proto.tensor_content
+    kind = proto.dtype
+    shape = [size.size for size in proto.tensor_shape.dim]
+    content = proto.tensor_content
     if kind not in _DTYPES:
         raise DataError(
             f"an array of the record has TensorFlow's type {kind}, not a float; set SHARDS to shards that MaxDiffusion wrote"

@@ -103,7 +103,8 @@ def verify_cache(
     Raises:
         CacheError: if `path` is not a cache.
     """
-    path, report = Path(path), VerifyResult()
+    path = Path(path)
+    report = VerifyResult()
     shards = sorted(file.name for file in path.glob("shard-*.h5"))
     manifest = _check_manifest(path, shards, report)
     fingerprint = None if manifest is None else digest(manifest["fingerprint"])
@@ -116,7 +117,8 @@ def verify_cache(
             index = None
     if not arrays:
         return report
-    names, rows = sorted(shards), defaultdict[str, dict[int, int]](dict)
+    names = sorted(shards)
+    rows = defaultdict[str, dict[int, int]](dict)
     if index:
         names = sorted({*shards, *index.shard_names})
         for i, (shard, row) in enumerate(zip(index.shards.tolist(), index.rows.tolist(), strict=True)):
@@ -209,7 +211,8 @@ def _check_shard(
         The problems of the shard.
     """
     fix = f"delete {path.name} and run the same `wands preprocess` command again. The command encodes the missing samples."
-    problem, affected = partial(Problem, path.name, fix=fix), f"which affects {len(rows)} samples"
+    problem = partial(Problem, path.name, fix=fix)
+    affected = f"which affects {len(rows)} samples"
     with ExitStack() as stack:
         try:
             plain_file = stack.enter_context(open(path, "rb", opener=open_regular_file))

@@ -122,8 +122,10 @@ class _Blocks(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Any, pairs: Any, backend: Backend
     ) -> Tensor:
-        scale, results = q.shape[-1] ** -0.5, torch.empty_like(q)
-        ctx.plan, ctx.lse = (index, pairs, backend, scale), []
+        scale = q.shape[-1] ** -0.5
+        results = torch.empty_like(q)
+        ctx.plan = (index, pairs, backend, scale)
+        ctx.lse = []
         for r, rows in enumerate(index):
             parts = [backend.forward(q[rows], k[s], v[s], pairs[r, i], scale) for i, s in enumerate(index)]
             lse = torch.stack([part for _, part in parts]).logsumexp(0)
@@ -135,7 +137,8 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (index, pairs, backend, scale), (q, k, v, out) = ctx.plan, ctx.saved_tensors
+        (index, pairs, backend, scale) = ctx.plan
+        (q, k, v, out) = ctx.saved_tensors
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
         for r, rows in enumerate(index):
             for s, keys in enumerate(index):
@@ -174,7 +177,8 @@ def context_parallel(
         backend: attention kernel.
         fused: whether q, k and v are sent in one all-to-all instead of three.
     """
-    device, (ring, ulysses) = inputs[0].device, degrees
+    device = inputs[0].device
+    (ring, ulysses) = degrees
     groups = groups_of(ring, ulysses, device)
     layout = groups.dims.layout(lens)
     attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
@@ -193,7 +197,9 @@ def context_parallel(
 
 
 def all_gather_kv(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> Variant:
-    world, rank, device = dist.get_world_size(), dist.get_rank(), inputs[0].device
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    device = inputs[0].device
     layouts = [ContextLayout.build(lens, ring_degree=world, cp_rank=i) for i in range(world)]
     segments = Segments.build(layouts[rank].local_seq_lens, lens, device)
     gathered = torch.cat([layout.token_index for layout in layouts])
@@ -229,16 +235,20 @@ class _GatherKV(torch.autograd.Function):
         q, *_ = ctx.saved_tensors
         dq, dk, dv = backend.backward(dout, *ctx.saved_tensors, segments, q.shape[-1] ** -0.5)
         grads = dk.new_zeros(shape)
-        grads[order, 0], grads[order, 1] = dk, dv
+        grads[order, 0] = dk
+        grads[order, 1] = dv
         mine = grads.new_empty(len(q), *shape[1:])
         dist.reduce_scatter_tensor(mine, grads)
         return dq, mine[:, 0], mine[:, 1], None, None, None
 
 
 def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> Variant:
-    world, rank, device = dist.get_world_size(), dist.get_rank(), inputs[0].device
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    device = inputs[0].device
     groups = groups_of(world, 1, device)
-    chunk_lens, rows = [], []
+    chunk_lens = []
+    rows = []
     for row in range(world):
         columns: list[int] = []
         index: list[Tensor] = []
@@ -278,7 +288,8 @@ def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend)
     The first variant is `single kernel`: rank 0 calls the attention kernel once for the whole bin (packed
     sequence), without communication.
     """
-    device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
+    device = inputs[0].device
+    rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     ring_degrees = (world,) if world > 1 else (2, 4, 8)
     variants = [single_kernel(lens, backend, device, rank)]

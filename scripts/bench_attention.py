@@ -137,7 +137,8 @@ def seconds(variant: Variant, inputs: Sequence[Tensor]) -> tuple[float, float]:
         (wall time between a barrier before and a barrier after the run, CPU time of this rank), in seconds.
     """
     barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     variant.run(inputs)
     cpu = time.process_time() - cpu
     barrier()

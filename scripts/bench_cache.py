@@ -258,7 +258,8 @@ def open_large(root: Path, num_samples: int) -> tuple[int, float, float]:
         "shard_ids": index.shard_ids * len(names),
     }
     (root / INDEX_NAME).write_bytes(replace(index, **many).to_bytes())
-    opened, counted = [], []
+    opened = []
+    counted = []
     for _ in range(5):
         began = time.perf_counter()
         cache = LatentCache(root)
@@ -279,7 +280,8 @@ def empty_page_cache(folder: Path) -> None:
 
 def rate(samples: Iterator[Pair]) -> float:
     """Read all samples of an iterator, and return the speed in MB/s."""
-    num_bytes, total = 0, 0
+    num_bytes = 0
+    total = 0
     started = time.perf_counter()
     for pair in samples:
         for tensor in pair:
@@ -366,12 +368,15 @@ def run(root: Path, num_bytes: int, rounds: int) -> None:
         cells = []
         for access in ("sequential", "random"):
             for state in ("cold", "warm"):
-                ours, plain = rates.get((name, access, state)), rates["plain", access, state]
+                ours = rates.get((name, access, state))
+                plain = rates["plain", access, state]
                 if ours is None:
                     cells.append("-")
                     continue
                 ratios = [a / b for a, b in zip(ours, plain, strict=True)]
-                middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+                middle = statistics.median(ratios)
+                low = min(ratios)
+                high = max(ratios)
                 cells.append(f"{statistics.median(ours):,.0f} {middle:.2f} ({low:.2f}-{high:.2f})")
         print(f"{name:14}" + "".join(f"{cell:>24}" for cell in cells))
 

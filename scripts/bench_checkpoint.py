@@ -159,7 +159,8 @@ def measure_async(
         Median of each measurement over the rounds: times in seconds, two ratios of times, and the number of training steps
         while a checkpoint is written.
     """
-    buffers, thread = HostBuffers(), ThreadPoolExecutor(1)
+    buffers = HostBuffers()
+    thread = ThreadPoolExecutor(1)
     batch = torch.randn(64, engine.module[0].in_features, device=device)
 
     def own_files() -> list[TensorFile]:
@@ -196,7 +197,8 @@ def measure_async(
         row["stall"] = timed(
             lambda copies=copies: copies.extend(buffers.copy_files(own_files())), root, rank, False
         )  # type: ignore[misc]
-        work, during = thread.submit(write, copies), []
+        work = thread.submit(write, copies)
+        during = []
         while not all(gather_objects(work.done())):
             during.append(step())
         row["step while writing"] = statistics.median(during or [row["step"]])

@@ -45,7 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = 9
 NUM_TOKENS = 42
 CLIPS = {"1 clip": 1, "21 clips": 21}
-TEXT_TOKENS, TEXT_DIM = 1, 6
+TEXT_TOKENS = 1
+TEXT_DIM = 6
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # saved names, offloaded names
     "none": ((), ()),
     "selective": (("attn_output",), ()),

@@ -69,7 +69,8 @@ SIZES = {  # defaults for each device: heads, layers, ffn_dim, tokens, dtype of 
 }
 HEAD_DIM = {"cpu": 64, "cuda": 128}
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-TEXT_TOKENS, TEXT_DIM = 100, 256
+TEXT_TOKENS = 100
+TEXT_DIM = 256
 
 
 @dataclass

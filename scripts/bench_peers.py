@@ -41,7 +41,9 @@ from peak_memory import PeakMemory
 from torch import Tensor
 
 KINDS = ("full", "lora")
-RANK, ROUNDS, LATENT_CHANNELS = 32, 3, 16
+RANK = 32
+ROUNDS = 3
+LATENT_CHANNELS = 16
 Step = Callable[[], float]
 """Function that runs one optimizer step and returns the loss."""
 
@@ -189,7 +191,8 @@ class Peer:
         mask = latents.new_zeros(len(latents), 1, *size)
         for row, x in enumerate(self._latents):
             inside = (row, slice(None), *map(slice, x.shape[1:]))
-            latents[inside], mask[inside] = x, 1
+            latents[inside] = x
+            mask[inside] = 1
         return self._backward(latents, mask, torch.stack(self._texts), True).mean().item()
 
 
@@ -215,7 +218,10 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         own = wands_step(device, kind, Path(folder), overrides)
         peer = Peer(device, kind)
         steps = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
-        losses, peaks, too_large = {"wands": own()}, {}, []  # the first calls are the warm-up
+        # the first calls are the warm-up
+        losses = {"wands": own()}
+        peaks = {}
+        too_large = []
         for name in ("one at a time", "padded"):
             try:
                 losses[name] = steps[name]()

@@ -52,8 +52,11 @@ class Results:
     def __init__(
         self, folder: Path, stage: str, device: str, overrides: Sequence[str] = (), part: str = ""
     ) -> None:
-        self._part, self.skipped = part, list[str]()
-        self.failed, self._path, self._device = False, folder / f"{stage}.json", device
+        self._part = part
+        self.skipped = list[str]()
+        self.failed = False
+        self._path = folder / f"{stage}.json"
+        self._device = device
         self._data: dict[str, Any] = {
             "stage": stage,
             "commit": commit(),
@@ -83,7 +86,8 @@ class Results:
             part: dict[str, Any] = {"rows": measure()}
             text = format_rows(part["rows"])
         except Exception as error:  # one kernel or size that fails must not lose the others
-            self.failed, text = True, f"error: {type(error).__name__}: {error}"
+            self.failed = True
+            text = f"error: {type(error).__name__}: {error}"
             part = {"error": text}
         part["seconds"] = round(time.perf_counter() - started, 1)
         self._data["parts"][name] = part
@@ -156,7 +160,8 @@ def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> 
         after: content of the new STAGE.json file.
         tolerance: largest relative change that is not listed. For times and speeds, 10 times this value is used.
     """
-    old, lines = dict(numbers_of(before)), []
+    old = dict(numbers_of(before))
+    lines = []
     for name, value in numbers_of(after):
         allowed = tolerance * (
             10 if name.endswith(tuple(f" {unit}" for unit in TIMES)) or name.endswith("/s") else 1

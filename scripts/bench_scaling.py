@@ -173,7 +173,8 @@ def cp_sizes(gpus: int, bins: int) -> list[int]:
 
 def _blackwell(name: str, peak: float, memory: float) -> Machine:
     """Return a machine like the B200, with `peak` in TFLOP/s, `memory` in GB, and 32 instead of 8 GPUs in a node."""
-    base, ratio = MACHINES["b200"], peak * 1e12 / MACHINES["b200"].peak
+    base = MACHINES["b200"]
+    ratio = peak * 1e12 / MACHINES["b200"].peak
     attention = {
         kernel: [ratio * speed for speed in speeds] for kernel, speeds in base.attention_flops.items()
     }
@@ -221,11 +222,13 @@ HEADER = (
 
 
 def line(one: Prediction) -> str:
-    plan, micro_steps = one.plan, one.micro_steps
+    plan = one.plan
+    micro_steps = one.micro_steps
     seconds = [micro_steps * x for x in (one.compute, one.all_to_all.total)]
     cells = f"{one.workload.world_size:6}{one.dp:5}{f'{plan.ring_degree} x {plan.ulysses_degree}':>16}{one.seconds:9.2f}"
     cells += f"{seconds[0]:9.2f}{seconds[1]:8.2f}"
-    ring, zero = one.ring_traffic * micro_steps, one.zero * micro_steps
+    ring = one.ring_traffic * micro_steps
+    zero = one.zero * micro_steps
     cells += f"{ring.total:8.2f}{hidden(ring):8.0%}" if ring.total else f"{'':16}"
     cells += f"{zero.total:8.2f}{hidden(zero):8.0%}"
     hides = "yes" if effective_len(one) >= needed_len(one) else "no"

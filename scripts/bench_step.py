@@ -105,7 +105,8 @@ def padded_step(model: WanTransformer3DModel, samples: Sequence[Sample], timeste
     mask = torch.zeros_like(latents)
     for row, sample in enumerate(samples):
         inside = (row, slice(None), *(slice(size) for size in sample.latents.shape[1:]))
-        latents[inside], mask[inside] = sample.latents, 1
+        latents[inside] = sample.latents
+        mask[inside] = 1
     text = torch.stack([pad_text(sample.text_embeds) for sample in samples])
 
     def step() -> None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
-STEPS, FEW_CLIPS = 500, 4  # number of steps that overfit these few clips
+# number of steps that overfit these few clips
+STEPS = 500
+FEW_CLIPS = 4
 HEAVY_STEPS = 450  # two experts, which are both updated in every step, and the wider DiT of 48 channels
 MOST_STEPS = 2.0  # factor of steps for more clips, so that the demo stays short
 ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colors and layout, not details
@@ -168,7 +170,8 @@ def _plan(cache_dir: Path) -> tuple[float, int]:
     from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch
 
-    cache, recipe = LatentCache(cache_dir), load_recipe("tiny", [])
+    cache = LatentCache(cache_dir)
+    recipe = load_recipe("tiny", [])
     if len(cache) < 2:
         return 1.0, len(cache)
     plan = plan_epoch(
@@ -202,7 +205,9 @@ def show_progress(log: Path, description: str) -> int:
             file.write(line)
             file.flush()
             if match := STEP_LINE.match(line):
-                step, total, loss = int(match[1]), int(match[2]), match[3]
+                step = int(match[1])
+                total = int(match[2])
+                loss = match[3]
                 bar.update(
                     task, completed=step, total=total, description=f"{description}, loss {float(loss):.3f}"
                 )
@@ -229,7 +234,8 @@ def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
         taken: result of `frames_taken`. If it contains "image", the first latent frame is left out. If it contains
             "last_image", the last latent frame is left out.
     """
-    first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
+    first = int("image" in taken)
+    last = latents.shape[1] - ("last_image" in taken)
     return latents[:, first:last] if first < last else latents
 
 
@@ -304,12 +310,14 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     note = short if passes < ENOUGH_PASSES else ""
     rows = []
     for i, sample in enumerate(samples):
-        left, right = source_frames(cache, i), video_frames(out / "samples" / sample["file"])
+        left = source_frames(cache, i)
+        right = video_frames(out / "samples" / sample["file"])
         rows.append(
             SheetRow(f"{note if i == 0 else ''}{cache.index.keys[i]}: {sample['prompt']}", [left, right])
         )
     save_contact_sheet(out / "contact_sheet.png", rows)
-    steps, losses = [int(row["step"]) for row in metrics], loss_columns(metrics)
+    steps = [int(row["step"]) for row in metrics]
+    losses = loss_columns(metrics)
     series = {name: (steps, values) for name, values in losses.items()}
     save_loss_plot(out / "loss.png", series, marks=marked_steps(out / "run", steps[-1]))
 
@@ -326,7 +334,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         print(f"  {'training':<13} {note}DEMO_STEPS=N trains longer.")
     fallen = True
     for name, values in losses.items():
-        first, last = np.mean(values[:edge]), np.mean(values[-edge:])
+        first = np.mean(values[:edge])
+        last = np.mean(values[-edge:])
         what = "loss" if len(losses) == 1 else name.replace("noise expert", "noise")
         print(
             f"  {what:<13} {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(values)} steps)"
@@ -334,7 +343,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         fallen = fallen and bool(last < 0.7 * first)
     evaluations = [row for row in read_rows(out / "run" / "evaluations.jsonl") if row["held_out"] is not None]
     if evaluations:
-        first, last = evaluations[0], evaluations[-1]
+        first = evaluations[0]
+        last = evaluations[-1]
         trained, other = (f"{first[side]:.3f} -> {last[side]:.3f}" for side in ("train", "held_out"))
         print(f"  evaluation    trained clips {trained}, other parts of the same films {other}")
     if not fallen:
@@ -360,7 +370,8 @@ def source_frames(cache: LatentCache, i: int) -> np.ndarray:
     from wands.data.clips.clip import ClipSpec
     from wands.data.clips.video import decode_clip
 
-    meta, (frames, height, width) = cache.meta(i), pixel_size(cache, i)
+    meta = cache.meta(i)
+    (frames, height, width) = pixel_size(cache, i)
     spec = ClipSpec(fps=meta["fps"], height=height, width=width, center_crop=True, max_frames=frames)
     return next(iter(decode_clip(Path(meta["source"]), spec, start=meta["start_seconds"]))).frames
 

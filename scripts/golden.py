@@ -90,7 +90,8 @@ class Checkout:
     """
 
     def __init__(self, root: Path, out: Path) -> None:
-        self.root, self.out = root, out
+        self.root = root
+        self.out = out
 
     def run(self, *command: str, root: Path | None = None) -> None:
         """Run Python with the arguments `command`. Python imports wands from the folder `root`; None means `self.root`.
@@ -211,7 +212,9 @@ def cache_digests(cache: Path) -> dict[str, str]:
     import h5py
     import numpy as np
 
-    digests, places, ids = {}, {}, []
+    digests = {}
+    places = {}
+    ids = []
     shards = sorted(cache.glob("*.h5"))
     for shard in shards:
         with h5py.File(shard, locking=False) as file:
@@ -230,7 +233,8 @@ def cache_digests(cache: Path) -> dict[str, str]:
     with np.load(cache / "index.npz") as index:
         arrays = {f"index/{name}": index[name] for name in sorted(index.files)}
     arrays = {RENAMED.get(name, name): array for name, array in arrays.items()}
-    rows, offsets = arrays["index/rows"].tolist(), arrays["index/offsets"].tolist()
+    rows = arrays["index/rows"].tolist()
+    offsets = arrays["index/offsets"].tolist()
     located = [(row, sorted(filter(None, of_row))) for row, of_row in zip(rows, offsets, strict=True)]
     assert located == [places[key] for key in sorted(places)], (
         f"{cache}: the index does not locate the samples"

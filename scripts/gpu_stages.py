@@ -139,12 +139,14 @@ def time_calls(work: Callable[[], Any], device: str, rounds: int = 5) -> tuple[f
 
 def ceilings(device: str) -> Rows:
     """Measure upper limits of the speed: a copy in device memory, and matmuls of the feed-forward layers of 1.3B and 14B."""
-    size, dtype = 2**20 if device == "cpu" else 2**31, DTYPES[device]
+    size = 2**20 if device == "cpu" else 2**31
+    dtype = DTYPES[device]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     seconds = time_calls(source.clone, device)[1]
     rows: Rows = [{"work": f"copy of {size:,} bytes", "ms": seconds * 1e3, "TB/s": 2 * size / seconds / 1e12}]
     for name in VARIANT_NAMES:
-        shape, tokens = VARIANTS[name].dit, 32760
+        shape = VARIANTS[name].dit
+        tokens = 32760
         m, k, n = (tokens, shape.dim, shape.ffn_dim) if device == "cuda" else (64, 64, 128)
         a, b = (torch.randn(size, dtype=dtype, device=device) for size in ((m, k), (k, n)))
         for title, x, y in (
@@ -180,7 +182,9 @@ def random_rows(device: str, heads: int, *lens: int) -> list[Tensor]:
 
 def attention(device: str, heads: int, lens: Sequence[int]) -> Rows:
     """Measure the forward and backward pass of self-attention with every kernel."""
-    rows, total, scale = [], sum(lens), HEAD_DIM**-0.5
+    rows = []
+    total = sum(lens)
+    scale = HEAD_DIM**-0.5
     q, k, v, dout = random_rows(device, heads, *[total] * 4)
     segments = Segments.build(lens, device=device)
     flops = 4 * heads * HEAD_DIM * sum(length * length for length in lens)
@@ -210,7 +214,8 @@ def cross_attention(device: str, heads: int) -> Rows:
     - by itself: only the backward pass, with 1 key and with 100 keys (text tokens)
     - in the cross-attention of the model, which pads the 100 text tokens to 512: the forward pass and the backward pass
     """
-    tokens, scale = max(CLIPS[device][0]), HEAD_DIM**-0.5
+    tokens = max(CLIPS[device][0])
+    scale = HEAD_DIM**-0.5
     q, dout = random_rows(device, heads, tokens, tokens)
     rows = []
     for kernel in kernels_here(device):
@@ -283,8 +288,10 @@ def overrides_of(
         folder: folder for the run, and for the config of a model that differs from the published model.
         num_layers: number of blocks; None for the number of blocks in the published model.
     """
-    config, shape = VARIANTS[variant].dit.to_config(), VARIANTS[variant].dit
-    model, changes = variant, {"num_layers": num_layers} if num_layers else {}
+    config = VARIANTS[variant].dit.to_config()
+    shape = VARIANTS[variant].dit
+    model = variant
+    changes = {"num_layers": num_layers} if num_layers else {}
     if changes := changes | (TINY if device == "cpu" else {}):
         (folder / "transformer").mkdir(parents=True, exist_ok=True)
         text = json.dumps({"_class_name": "WanTransformer3DModel", **config, **changes})
@@ -466,7 +473,8 @@ def step(
     machine = next((m for key, m in MACHINES.items() if key.split("-")[0].upper() in name), MACHINES["h200"])
     lens = [int(length) for length in run.schedule.num_tokens]
     seconds = statistics.median(row["seconds"] for row in rows)
-    estimated, peak = estimate_memory(workload).peak, rows[-1]["device_peak"]
+    estimated = estimate_memory(workload).peak
+    peak = rows[-1]["device_peak"]
     return [
         {
             "s": seconds,
@@ -502,7 +510,8 @@ def run_tests(args: argparse.Namespace) -> Rows:
     Raises:
         RuntimeError: if pytest cannot run, or if tests fail. The message contains the names of the failed tests.
     """
-    report, log = args.out / "pytest.xml", args.out / "tests.log"
+    report = args.out / "pytest.xml"
+    log = args.out / "tests.log"
     workers = str(min(14, os.cpu_count() or 1))
     command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", "-n", workers, "-vv"]
     with open(log, "w") as output:

@@ -104,7 +104,8 @@ def main() -> int:
     names = (" ".join(args.a) or "a", " ".join(args.b) or "b")
     print(f"{'step':>6}  {names[0][:24]:>24}  {names[1][:24]:>24}  {'relative':>10}")
     for step in sorted(a.keys() | b.keys()):
-        x, y = a.get(step, float("nan")), b.get(step, float("nan"))
+        x = a.get(step, float("nan"))
+        y = b.get(step, float("nan"))
         print(f"{step:>6}  {x:>24.9f}  {y:>24.9f}  {abs(x - y) / max(abs(x), 1e-12):>10.2e}")
     from wands.commands.plots import save_loss_plot
 
@@ -112,7 +113,8 @@ def main() -> int:
         args.out / "compare.png",
         {name: (list(s), list(s.values())) for name, s in zip(names, (a, b), strict=True)},
     )
-    by_step, by_clip = largest(a, b), largest(*(samples_of(folder) for folder in folders))
+    by_step = largest(a, b)
+    by_clip = largest(*(samples_of(folder) for folder in folders))
     print(
         f"largest relative difference: {by_step:.2e} by step, {by_clip:.2e} by clip; plot {args.out / 'compare.png'}"
     )

@@ -49,7 +49,10 @@ HEAVY = (
     "transformers.models.umt5.modeling_umt5",
     "matplotlib.pyplot",
 )
-PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5  # exit codes of pytest
+# exit codes of pytest
+PASSED = 0
+FAILED = 1
+NOTHING_SELECTED = 5
 
 
 class Outcome(NamedTuple):
@@ -182,10 +185,13 @@ def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> l
         trees: copies of the repository without a bug. One copy is used for one bug at a time.
         marker: value of --marker; None if the option is not set.
     """
-    waiting, running, outcomes = list(mutations), {}, []
+    waiting = list(mutations)
+    running = {}
+    outcomes = []
     while waiting or running:
         while waiting and trees:
-            one, tree = waiting.pop(0), trees.pop()
+            one = waiting.pop(0)
+            tree = trees.pop()
             source = (ROOT / one["file"]).read_text(encoding="utf-8")
             (tree / one["file"]).write_text(source.replace(one["find"], one["replace"]), encoding="utf-8")
             running[start_pytest(tree, one["test"], marker)] = one, tree, time.monotonic()

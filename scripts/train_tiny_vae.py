@@ -93,7 +93,8 @@ def load_clip(path: Path, area: int, max_seconds: float = 12.0) -> torch.Tensor:
     Returns:
         uint8 [T, H, W, 3] at 16 frames per second. Frame i of the result is the frame that the file shows at i/16 seconds.
     """
-    frames, stamps = [], []
+    frames = []
+    stamps = []
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         for frame in container.decode(stream):
@@ -141,9 +142,13 @@ def draw_batches(
 
     while True:
         if rng.random() < (0.85 if progress() < 0.6 else 0.5):
-            level, num_frames, crop = int(rng.integers(1, len(AREAS))), int(rng.choice((9, 17))), CROP * scale
+            level = int(rng.integers(1, len(AREAS)))
+            num_frames = int(rng.choice((9, 17)))
+            crop = CROP * scale
         else:
-            level, num_frames, crop = int(rng.integers(len(AREAS))), int(rng.choice((9, 17, 25))), 0
+            level = int(rng.integers(len(AREAS)))
+            num_frames = int(rng.choice((9, 17, 25)))
+            crop = 0
         clip = draw_clip()[level]
         batch = []
         positions = 0
@@ -319,7 +324,8 @@ def train(
         return (time.monotonic() - begin) / (minutes * 60)
 
     batches = draw_batches(clips, np.random.default_rng(seed), progress, preset.scale)
-    step, recent = 0, []
+    step = 0
+    recent = []
     while (done := progress()) < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(done, peak_lr)

@@ -154,7 +154,8 @@ def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[to
         features: output of the block for each clip, [1, C, T, H, W].
     """
     rows = torch.cat([x[0].flatten(1).T for x in features])
-    mean, std = rows.mean(0), rows.std(0)
+    mean = rows.mean(0)
+    std = rows.std(0)
     std = std.clamp_min(1e-3 * std.max())
     target = STRAIGHT * std
     loud = int(std.argmin())
@@ -167,7 +168,8 @@ def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[to
 
 def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> None:
     """Initialize the last layers of the encoder, so that the latents are the whitened principal components of `features`."""
-    encoder, num_latents = vae.encoder, vae.config.z_dim
+    encoder = vae.encoder
+    num_latents = vae.config.z_dim
     mean, variances, axes = principal_axes(torch.cat([x[0].flatten(1).T for x in features]), num_latents)
     whitened = [
         torch.einsum("bcthw,cz->bzthw", x - mean.view(-1, 1, 1, 1), axes / variances.sqrt()) for x in features
@@ -217,13 +219,15 @@ def fit(
         first: index of the first output channel to set.
     """
     kernel = (1, *conv.kernel_size) if len(conv.kernel_size) == 2 else conv.kernel_size
-    rows, wanted = [], []
+    rows = []
+    wanted = []
     for x, y in zip(inputs, targets, strict=True):
         pick = torch.randperm(x[0, 0].numel())[:20_000]
         seen = neighborhoods(x, kernel)[torch.unravel_index(pick, x.shape[2:])].flatten(1)
         rows.append(torch.cat([seen, torch.ones(len(pick), 1)], dim=1))
         wanted.append(y[0].flatten(1).T[pick])
-    a, b = torch.cat(rows).double(), torch.cat(wanted).double()
+    a = torch.cat(rows).double()
+    b = torch.cat(wanted).double()
     gram = a.T @ a / len(a)
     ridge = 1e-4 * gram.diagonal().mean() * torch.eye(len(gram), dtype=a.dtype)
     solution = torch.linalg.solve(gram + ridge, a.T @ b / len(a)).float().T
@@ -276,20 +280,23 @@ def start_encoder(
         layer i. temporal[i][j] contains the features after this convolution. If the layer has no temporal convolution, both
         are equal. The shape is [1, C, T, H, W].
     """
-    conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
+    conv_in = vae.encoder.conv_in
+    inputs = vae.config.in_channels
     conv_in.weight.mul_(0.1)
     conv_in.weight[:inputs] = 0
     nn.init.zeros_(conv_in.bias)
     for channel in range(inputs):
         conv_in.weight[channel, channel, 2, 1, 1] = 1
     features = [conv_in(clip) for clip in clips]
-    spatial, temporal = [], []
+    spatial = []
+    temporal = []
     for block in vae.encoder.down_blocks:
         if not isinstance(block, WanResample):
             features = [block(x) for x in features]
             continue
         start_downsample(block, features)
-        mode, block.mode = block.mode, "downsample2d"
+        mode = block.mode
+        block.mode = "downsample2d"
         spatial.append([block(x) for x in features])
         block.mode = mode
         features = [block(x) for x in features]
@@ -313,7 +320,8 @@ def leading_first(channels: int, kept: int) -> list[int]:
         channels: number of output channels of the encoder's temporal convolution.
         kept: number of channels that come first. The decoder is fitted to these channels.
     """
-    means, num_differences = channels - channels // 4, min(kept, channels) // 4
+    means = channels - channels // 4
+    num_differences = min(kept, channels) // 4
     num_means = min(kept, channels) - num_differences
     head = [*range(num_means), *range(means, means + num_differences)]
     return head + [i for i in range(channels) if i not in head]

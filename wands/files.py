@@ -100,7 +100,8 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, 
     start with `name`.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        prefix, keys = f"{name}." if name else "", sorted(ours.keys() | theirs.keys())
+        prefix = f"{name}." if name else ""
+        keys = sorted(ours.keys() | theirs.keys())
         return [item for key in keys for item in differences(ours.get(key), theirs.get(key), prefix + key)]
     return [] if ours == theirs else [(name, ours, theirs)]
 

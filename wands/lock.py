@@ -56,10 +56,13 @@ class WriterLock(AbstractContextManager["WriterLock"]):
     """
 
     def __init__(self, path: Path, label: str, patience: float = 0.0, *, force: bool = False) -> None:
-        self.path, self._label, self.is_kept = path, label, False
+        self.path = path
+        self._label = label
+        self.is_kept = False
         self.on_lost: Callable[[str], None] = lambda message: None
         self._owner = _describe_process()
-        self._made_folder, self._file = False, -1
+        self._made_folder = False
+        self._file = -1
         self._lost: WandsError | None = None
         try:
             self._acquire(patience, force)
@@ -73,7 +76,8 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         self._thread.start()
 
     def _acquire(self, patience: float, force: bool) -> None:
-        began, first = time.monotonic(), None
+        began = time.monotonic()
+        first = None
         while True:
             is_locked = self._open()
             record = _read(self.path)

@@ -56,7 +56,8 @@ def unpatchify(
 
 def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return the number of tokens along (frame, row, column) for latents with the given (frames, rows, columns)."""
-    (f, h, w), (pt, ph, pw) = latent_shape, patch_size
+    (f, h, w) = latent_shape
+    (pt, ph, pw) = patch_size
     return f // pt, h // ph, w // pw
 
 

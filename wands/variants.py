@@ -76,7 +76,8 @@ class DiTShape:
         """
         if missing := [key for key in _CONFIG_KEYS.values() if key not in config]:
             raise ValueError(f"the transformer's config lacks keys of a Wan model: {', '.join(missing)}")
-        image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
+        image_dim = config.get("image_dim")
+        positions = config.get("pos_embed_seq_len") or 0
         sizes: dict[str, Any] = {field: config[key] for field, key in _CONFIG_KEYS.items()}
         sizes["patch_size"] = tuple(config["patch_size"])
         sizes["out_channels"] = config["out_channels"] or config["in_channels"]
@@ -346,7 +347,8 @@ def sampling_table() -> str:
         official = variant.sampling
         scales = filter(None, (official.guidance_scale, official.guidance_scale_2))
         numbers = (official.num_frames, variant.fps, official.num_inference_steps)
-        guidance, shift = " / ".join(f"{scale:g}" for scale in scales), f"{official.flow_shift:g}"
+        guidance = " / ".join(f"{scale:g}" for scale in scales)
+        shift = f"{official.flow_shift:g}"
         rows.append([name, f"{official.width} x {official.height}", *map(str, numbers), guidance, shift])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
@@ -452,7 +454,8 @@ def _sort_extra(
         raise ValueError(f"two conditions have the same name ({', '.join(each.name for each in conditions)})")
     known = []
     for entry in config.get(EXTRA_KEY) or ():
-        name, channels = entry["name"], entry["channels"]
+        name = entry["name"]
+        channels = entry["channels"]
         if name not in given:
             raise ConfigError(
                 f"the transformer was trained with the input {name}, but no condition of this name is given; add --import FILE, "
@@ -476,7 +479,9 @@ def _widened(dit: DiTShape, extra: Sequence[ExtraInput], sign: int = 1) -> DiTSh
 
 
 def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
-    latents, extra, clip = shape.out_channels, shape.condition_channels, shape.image_dim is not None
+    latents = shape.out_channels
+    extra = shape.condition_channels
+    clip = shape.image_dim is not None
     two_experts = index.get("boundary_ratio") is not None
     if extra == 0 and not clip:
         # Only the 5B model has the 48 channels of the Wan 2.2 VAE.

@@ -48,7 +48,8 @@ def analyse_clips(
     todo = [name for name in clips if name not in results]
     # Without a line that an interrupted call left incomplete.
     write_text(store, "".join(json.dumps(row) + "\n" for row in results.values()))
-    tasks, preload = [clips[name] for name in todo], [function.__module__]
+    tasks = [clips[name] for name in todo]
+    preload = [function.__module__]
     found = map_isolated(
         function, tasks, num_workers=num_workers, limit_seconds=LIMIT_SECONDS, preload=preload
     )

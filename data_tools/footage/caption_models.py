@@ -62,7 +62,8 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
         ) from None
     model.to(device).eval()
     lock = threading.Lock()
-    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # The texts of a table must not contain the placeholders and control tokens of the model.
     special = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or r"(?!)")
 
@@ -117,7 +118,8 @@ def connect_captioner(options: CaptionOptions) -> Captioner:
         body = bytearray()
         async with asyncio.timeout(options.timeout), get_async_session() as client:
             # The Hub's hooks would refuse a local server if HF_HUB_OFFLINE is set.
-            client.event_hooks, client.follow_redirects = {}, False
+            client.event_hooks = {}
+            client.follow_redirects = False
             async with client.stream("POST", url, json=request, headers=headers) as response:
                 async for chunk in response.aiter_raw():
                     body += chunk
@@ -126,20 +128,23 @@ def connect_captioner(options: CaptionOptions) -> Captioner:
                 return response, body
 
     def run(clips: Sequence[np.ndarray], prompts: Sequence[str], seed: int | None) -> list[tuple[str, bool]]:
-        (frames,), (prompt,) = clips, prompts
+        (frames,) = clips
+        (prompt,) = prompts
         parts = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in frames]
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         sampling = {"temperature": 0.0 if seed is None else TEMPERATURE, "seed": seed or 0}
         request = {"model": options.model, "messages": messages, "max_tokens": options.max_tokens, **sampling}
         for attempt in range(RETRIES):
-            pause, tries = 2.0**attempt / 2, 2
+            pause = 2.0**attempt / 2
+            tries = 2
             try:
                 response, body = asyncio.run(send(request))
                 if response.status_code == 200:
                     choice = json.loads(body)["choices"][0]
                     text = secret.sub("***", choice["message"]["content"] or "")
                     return [(text, choice.get("finish_reason") == "length")]
-                reason, seconds = f"status {response.status_code}", response.headers.get("retry-after", "")
+                reason = f"status {response.status_code}"
+                seconds = response.headers.get("retry-after", "")
                 tries = RETRIES if response.status_code == 429 or response.status_code >= 500 else 1
                 pause = float(seconds) if seconds.isdecimal() else pause
             except Exception as error:  # of the connection, or because the answer has another form

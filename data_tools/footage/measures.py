@@ -86,7 +86,8 @@ def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[
             and their third hashes each differ in at most `max_bits` bits.
     """
     names: list[str] = []
-    kept, found = np.empty((len(hashes), 3), np.uint64), {}
+    kept = np.empty((len(hashes), 3), np.uint64)
+    found = {}
     for name, row in hashes.items():
         kept[len(names)] = row
         distances = np.bitwise_count(kept[: len(names)] ^ kept[len(names)]).max(axis=1)

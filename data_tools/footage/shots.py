@@ -41,10 +41,16 @@ KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "le
 """Kinds of parts of a film. A kept part becomes a row of the table. A transition is a dissolve or a fade. A shot longer than
 --max-seconds is cut into windows of --max-seconds. The part after the last full window is "left over" if it is shorter than
 --min-seconds. A whole shot shorter than --min-seconds is "too short"."""
-BLACK_LUMA, BLACK_SHARE = 32, 0.98  # a frame is black if this share of its pixels is darker
-STATIC_SECONDS, STATIC_CHANGE = 1.0, 3  # a part is static if no pixel of its small frames changes by more
+# a frame is black if this share of its pixels is darker
+BLACK_LUMA = 32
+BLACK_SHARE = 0.98
+# a part is static if no pixel of its small frames changes by more
+STATIC_SECONDS = 1.0
+STATIC_CHANGE = 3
 LINEAR_SECONDS = (0.16, 0.32, 0.64)  # half of the lengths over which a dissolve changes each pixel linearly
-MIN_CHANGE, MAX_BEND = 10.0, 0.15  # smallest change over such a length, and largest deviation from a line
+# smallest change over such a length, and largest deviation from a line
+MIN_CHANGE = 10.0
+MAX_BEND = 0.15
 BORDER_LUMA = 32
 BORDER_FILM_SECONDS = 3.0  # shortest total length of the shots with equal borders
 BORDER_SECONDS = 0.5  # seconds between two frames that are searched for black borders
@@ -102,9 +108,12 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
         return
     labels = _label_frames(np.stack(small), [*times, end], bad)
     if info.duration > end + reader.tolerance(info.duration):  # the file is truncated
-        labels, times, end = [*labels, "unreadable"], [*times, end], info.duration
+        labels = [*labels, "unreadable"]
+        times = [*times, end]
+        end = info.duration
     times.append(end)
-    parts, first = [], 0
+    parts = []
+    first = 0
     shots = np.cumsum([index in cuts for index in range(len(labels))])
     for (kind, _), group in itertools.groupby(zip(labels, shots, strict=True)):
         last = first + len(list(group))
@@ -174,7 +183,8 @@ def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
         bright = np.flatnonzero(luma > BORDER_LUMA)
         first, last = (int(bright[0] + 1) // 2 * 2, int(bright[-1] + 1) // 2 * 2) if len(bright) else (0, 0)
         if abs(first - (len(luma) - last)) > 0.02 * len(luma) or last - first > 0.98 * len(luma):
-            first, last = 0, len(luma)
+            first = 0
+            last = len(luma)
         spans.append((round(first * factor), int((last - first) * factor), last - first == len(luma)))
     (x, width, all_columns), (y, height, all_rows) = spans
     return "" if all_columns and all_rows else f"{x},{y},{width},{height}"
@@ -202,13 +212,16 @@ def split(options: SplitOptions) -> str:
     store = out.with_suffix(".films.jsonl")
     results, _ = analyse_clips(find_parts, whole_films, store, options.num_workers)
     failed = {item.path: item.reason for item in rejections}
-    rows, lines, films = [], [], []
+    rows = []
+    lines = []
+    films = []
     for record in sorted(ranges.values(), key=lambda record: record.key):
         result = results[names[record.path]]
         if "reason" in result:
             failed[str(record.path)] = result["reason"]
             continue
-        pieces, totals = list(_pieces(result["parts"], record, options)), dict.fromkeys(KINDS, 0.0)
+        pieces = list(_pieces(result["parts"], record, options))
+        totals = dict.fromkeys(KINDS, 0.0)
         for piece in pieces:
             totals[piece["kind"]] += piece["end"] - piece["start"]
             if piece["kind"] == "kept":
@@ -250,12 +263,15 @@ def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) ->
     film, everything outside this range is left out.
     """
     for part in parts:
-        start, end, rest = max(part["start"], record.start or 0.0), part["end"], "too short"
+        start = max(part["start"], record.start or 0.0)
+        end = part["end"]
+        rest = "too short"
         end = min(end, record.end or end)
         while start < end and part["kind"] == "shot":
             window = min(end - start, options.max_seconds)
             kind = "kept" if window > options.min_seconds - 1e-6 else rest
             yield part | {"start": start, "end": start + window, "kind": kind}
-            start, rest = start + window, "left over"
+            start = start + window
+            rest = "left over"
         if start < end:
             yield part | {"start": start, "end": end}

@@ -109,7 +109,8 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
     digest = hashlib.sha256(options.model_dump_json(exclude=exclude).encode()).hexdigest()[:16]
     settings = CaptionSettings(options, out.with_name(f".{out.name}.captions") / digest)
     settings.work.mkdir(parents=True, exist_ok=True)
-    done, size = _read_logs(settings.work), 1 if options.endpoint else options.batch
+    done = _read_logs(settings.work)
+    size = 1 if options.endpoint else options.batch
     todo = [record for record in new if _identity(record) not in done]
     batches = [todo[index : index + size] for index in range(0, len(todo), size)]
     pool.limit(len(batches))
@@ -122,7 +123,8 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
     done = _read_logs(settings.work)
     if any(_identity(record) not in done for record in todo):
         raise WandsError(f"{reason}; finished captions are stored, so run the same command again")
-    rows, problems = [], Counter[str]()
+    rows = []
+    problems = Counter[str]()
     for name, group in clips.items():
         answer: Any = {"captions": kept[name]} if name in kept else done[name]
         problem = "" if answer["captions"] else answer["problem"]
@@ -155,7 +157,8 @@ def caption_clips(
     Yields:
         For each finished clip, its path, time range and crop as one text (result of `_identity`).
     """
-    options, batches = settings.options, iter(share)
+    options = settings.options
+    batches = iter(share)
     prompts = options.prompt or (PROMPT,)
     ask = connect_captioner(options) if options.endpoint else load_captioner(options, devices.vae)
 

@@ -82,7 +82,8 @@ def test_the_stored_checkpoint_resumes(
 ):
     """Three steps were made by two ranks at ZeRO-3. Three are made now by one rank at ZeRO-2."""
     run = shutil.copytree(STORED_CHECKPOINT, tmp_path / "run")
-    model, stage = tiny_variant(VARIANT), {"zero_optimization": {"stage": 2}}
+    model = tiny_variant(VARIANT)
+    stage = {"zero_optimization": {"stage": 2}}
     rows = worlds[1].run(run_training, model, run, SETTINGS, stage, True)[0]
     assert losses(rows)[-3:] == pytest.approx(STORED["resumed checkpoint"], rel=TOLERANCE)
     # The average goes on after step 3: (1 + 6) / (10 + 6).

@@ -28,7 +28,8 @@ class Echo(Server):
     exception: tuple[str, Any] = ("", "")
 
     def answer(self, request: dict[str, Any]) -> Any:
-        prompt, (wanted, answer) = prompt_of(request), self.exception
+        prompt = prompt_of(request)
+        (wanted, answer) = self.exception
         return answer if prompt == wanted else f"{prompt} shows a square."
 
 
@@ -69,13 +70,15 @@ def test_torchrun_captions_each_clip_once(tmp_path: Path):
         save_video(tmp_path / f"{number}.mp4", np.full((4, 64, 96, 3), number * 40, np.uint8), 12)
     (tmp_path / "5.mp4").write_text("<html>")
     (tmp_path / "shots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source, out = tmp_path / "shots.jsonl", tmp_path / "captioned.csv"
+    source = tmp_path / "shots.jsonl"
+    out = tmp_path / "captioned.csv"
     server = Echo()
 
     # Rank 1 captions film 1, and is killed while it waits for the caption of film 3.
     server.exception = ("Film 3", lambda handler: time.sleep(120))
     run = start(source, out, server)
-    began, stored = time.monotonic(), 0
+    began = time.monotonic()
+    stored = 0
     while stored < 4 or "Film 3" not in server.prompts():
         assert run.poll() is None, run.communicate()
         assert time.monotonic() - began < 120

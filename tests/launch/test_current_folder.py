@@ -78,7 +78,9 @@ print(sys.path[-1])
 @pytest.mark.slow
 def test_every_command_imports_nothing_from_it(start, tiny_pipeline: Path, clips_dir: Path, tmp_path: Path):
     every = (*LIBRARIES, *PACKAGES, *STANDARD)
-    clips, cache, run = tmp_path / "clips", tmp_path / "cache", tmp_path / "run"
+    clips = tmp_path / "clips"
+    cache = tmp_path / "cache"
+    run = tmp_path / "run"
     clips.mkdir()
     for name in ("bikes", "carphone_pristine"):
         shutil.copy(clips_dir / f"{name}.mp4", clips)

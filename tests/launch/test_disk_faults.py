@@ -67,7 +67,8 @@ class Place:
 def place(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("faults")
     shutil.copytree(tiny_pipeline, folder / "model")
-    run, draw = make_run(tiny_pipeline, folder, world_size=1), torch.Generator().manual_seed(0)
+    run = make_run(tiny_pipeline, folder, world_size=1)
+    draw = torch.Generator().manual_seed(0)
     with CacheWriter(
         folder / "cache", run.model.variant, fingerprint_pipeline(str(tiny_pipeline)), max_samples=2
     ) as writer:

@@ -18,8 +18,11 @@ from wands.engine.attention_choice import LENGTHS
 from wands.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-BF16, FP32 = "precision.compute=bf16", "precision.compute=fp32"
-T2V, I2V, TI2V = "wan2.1-t2v-14b", "wan2.1-i2v-14b", "wan2.2-ti2v-5b"
+BF16 = "precision.compute=bf16"
+FP32 = "precision.compute=fp32"
+T2V = "wan2.1-t2v-14b"
+I2V = "wan2.1-i2v-14b"
+TI2V = "wan2.2-ti2v-5b"
 SMALL = [[3, 4, 4], [2, 6, 4], [1, 4, 4]]
 LARGE = [[21, 45, 80], [13, 30, 52], [1, 30, 52]]  # 81 frames of 720p, 49 and one of 480p
 

@@ -40,7 +40,8 @@ def test_a_film_of_ten_minutes_becomes_samples(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
-    dice, frames = np.random.default_rng(0), [black(2 * FPS)]
+    dice = np.random.default_rng(0)
+    frames = [black(2 * FPS)]
     while sum(map(len, frames)) < 600 * FPS:
         frames += [single_shots[number] for number in dice.permutation(len(single_shots))]
         frames += [black(2 * FPS), np.repeat(single_shots[0][:1], 3 * FPS, axis=0)]

@@ -95,7 +95,9 @@ def commands(source: Path, out: Path, model: Path, url: str) -> dict[str, tuple[
 
 def run_all(box: Sandbox, source: Path, out: Path, model: Path, url: str) -> tuple[dict[str, Any], list[str]]:
     """Run the commands on a source. Return the result of each command, and what is wrong."""
-    results, before, wrong = {}, box.snapshot(), list[str]()
+    results = {}
+    before = box.snapshot()
+    wrong = list[str]()
     for name, words in commands(source, out, model, url).items():
         if name == "caption" and "check" in results:  # the prompt names columns that the clips have
             known = load_columns(source)
@@ -113,7 +115,8 @@ def run_all(box: Sandbox, source: Path, out: Path, model: Path, url: str) -> tup
         if done.exit_code == 2 and not FIX.search(done.stderr):
             problems.append(f"gives no fix: {done.stderr[-300:]}")
         wrong += [f"{name} {source.name}: {problem}" for problem in problems]
-        results[name], before = done, after
+        results[name] = done
+        before = after
     return results, wrong + contradictions(results, out) + stored(box)
 
 
@@ -204,7 +207,8 @@ def run_script(project: Path, box: Sandbox) -> list[str]:
 
 @pytest.mark.full
 def test_files(box: Sandbox, tiny_pipeline: Path, preloaded: None) -> None:
-    folder, box.limit = box.data / "$(touch canary) 'media'", 900
+    folder = box.data / "$(touch canary) 'media'"
+    box.limit = 900
     folder.mkdir()
     paths = write_mutations(folder, NUM_MUTATIONS) + write_hostile_media(box, folder)
     assert len(paths) >= 300
@@ -224,7 +228,9 @@ def test_files(box: Sandbox, tiny_pipeline: Path, preloaded: None) -> None:
 
 @pytest.mark.full
 def test_tables_archives_and_configurations(box: Sandbox, tiny_pipeline: Path, preloaded: None) -> None:
-    server, wrong, sources = Server(), list[str](), write_sources(box)
+    server = Server()
+    wrong = list[str]()
+    sources = write_sources(box)
     assert len(sources) >= 80
     read = 0
     for number, source in enumerate(sources.values()):
@@ -240,7 +246,8 @@ def test_tables_archives_and_configurations(box: Sandbox, tiny_pipeline: Path, p
 
 def test_a_few_sources_of_each_kind(box: Sandbox) -> None:
     shutil.copy(box.clip, box.data / "good.mp4")
-    contents, writers = tables(box), archives(box)
+    contents = tables(box)
+    writers = archives(box)
     names = (
         "paths.jsonl",
         "rows.jsonl",
@@ -369,7 +376,8 @@ def test_an_archive_without_members(box: Sandbox) -> None:
 def test_a_condition_is_never_run(box: Sandbox, condition: str) -> None:
     shutil.copy(box.clip, box.data / "good.mp4")
     (box.data / "t.jsonl").write_text(json.dumps(GOOD | {"motion": 1}))
-    before, options = box.snapshot(), CheckOptions(source=str(box.data / "t.jsonl"), where=condition)
+    before = box.snapshot()
+    options = CheckOptions(source=str(box.data / "t.jsonl"), where=condition)
     with time_limit(10), contextlib.suppress(ConfigError):
         read_source(options)
     assert box.snapshot() == before

@@ -62,7 +62,8 @@ class Host:
 
 @pytest.fixture
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    shared, made = tmp_path_factory.getbasetemp(), []
+    shared = tmp_path_factory.getbasetemp()
+    made = []
     try:
         made += [Host(number, shared) for number in (1, 2)]
         ip(f"link add eth0 netns {made[0].name} type veth peer name eth0 netns {made[1].name}")

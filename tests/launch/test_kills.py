@@ -65,7 +65,8 @@ def is_saving(job: Job) -> bool:
 
 def send(job: Job, launcher: str, rng: random.Random) -> str:
     """Send a random signal to a worker, to the launcher or to all processes of the run."""
-    number, target = rng.choice(SIGNALS), rng.choice(("worker", "launcher", "all"))
+    number = rng.choice(SIGNALS)
+    target = rng.choice(("worker", "launcher", "all"))
     if launcher == "wands":
         target = "all"
     try:
@@ -82,8 +83,10 @@ def train_through_kills(
     launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path, *settings: str
 ) -> None:
     """Train a run that is killed again and again, and compare it with the run in `folder`/calm."""
-    before, rng = shared_memory(), random.Random(seed)
-    log, done = [], 0
+    before = shared_memory()
+    rng = random.Random(seed)
+    log = []
+    done = 0
     for number in range(num_kills + 1):
         job = Job(launcher, model, folder / "killed", steps, *SAVES, *settings, "--resume")
         try:

@@ -50,7 +50,8 @@ def fake(tmp_path: Path) -> Callable[..., dict[str, str]]:
     """`fake(name=body, ...)` puts bash scripts of these names before all other commands; returns the environment."""
 
     def make(real: bool = False, **commands: str) -> dict[str, str]:
-        folder, logs = tmp_path / "bin", tmp_path / "logs"
+        folder = tmp_path / "bin"
+        logs = tmp_path / "logs"
         folder.mkdir(exist_ok=True)
         logs.mkdir(exist_ok=True)
         for name, body in commands.items():
@@ -308,7 +309,8 @@ def test_slurm_queues_a_run_again_that_has_crashed(fake, start, tmp_path: Path, 
     """After an error of the user (2), and after three crashes at one checkpoint, the job ends. A new checkpoint or a new job is a
     new start."""
     env = {**fake(srun=SRUN, scontrol=SCONTROL, python=f"exit {code}"), **slurm()}
-    run, requests = tmp_path / "run", tmp_path / "logs" / "scontrol"
+    run = tmp_path / "run"
+    requests = tmp_path / "logs" / "scontrol"
 
     def crash(**more: str) -> int:
         """How often the job was queued again up to now."""
@@ -369,7 +371,8 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     fake, start, tiny_pipeline: Path, tmp_path: Path, run_world
 ):
     """Ulysses inside each node of two ranks, the ring across: first in a SLURM job that ends too early, then with DeepSpeed."""
-    run, port = tmp_path / "run", free_port()
+    run = tmp_path / "run"
+    port = free_port()
 
     def arguments(steps: int) -> list[str]:
         values = (

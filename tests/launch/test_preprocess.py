@@ -156,7 +156,8 @@ def differs(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def test_cache_equals_diffusers(made_of_one: Made, tiny_pipeline: Path) -> None:
-    video, report = made_of_one.source / "man.mp4", made_of_one.report
+    video = made_of_one.source / "man.mp4"
+    report = made_of_one.report
     latents, embeds = stock_sample(tiny_pipeline, video, CAPTIONS["nested/carphone"])
     cache = LatentCache(made_of_one.cache, verify=True)
     sample = cache.read(0)
@@ -524,7 +525,8 @@ def test_encoders_are_never_in_memory_together(
     import weakref
 
     loaded: list[Any] = []
-    load_text, load_vae = TextEncoder.load, WanVideoEncoder.load
+    load_text = TextEncoder.load
+    load_vae = WanVideoEncoder.load
 
     def watched_text(*args: Any) -> TextEncoder:
         encoder = load_text(*args)

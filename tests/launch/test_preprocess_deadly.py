@@ -122,7 +122,8 @@ def test_one_crash_is_forgiven(
     source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when something outside kills the decoder, here after the first window: the same bits, each window once."""
-    run, crashed = IsolatedWorker.run, []
+    run = IsolatedWorker.run
+    crashed = []
 
     def crash_once(self: IsolatedWorker, *args: Any, **limit: Any) -> Any:
         stream = run(self, *args, **limit)

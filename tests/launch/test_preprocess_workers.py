@@ -149,7 +149,8 @@ def children(process: subprocess.Popen[str]) -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            status, line = (entry / "stat").read_text(), (entry / "cmdline").read_bytes()
+            status = (entry / "stat").read_text()
+            line = (entry / "cmdline").read_bytes()
         except OSError:
             continue
         if int(status.rpartition(")")[2].split()[1]) == process.pid and b"spawn_main" in line:
@@ -209,7 +210,8 @@ def kill_again_and_again(
     hits = 0
     for _ in range(num_kills):
         process = start(source, out, model, **changes)
-        work, moment = out / ".work", generator.random()
+        work = out / ".work"
+        moment = generator.random()
         if generator.random() < 0.2:  # anywhere: while importing, scanning, loading
             time.sleep(moment * 6)
         else:  # once some more bytes are stored

@@ -146,7 +146,8 @@ def test_the_run_continues_without_a_node_and_with_it_again(tmp_path: Path):
         "  sleep 0.1\n"
         "done\n"
     )
-    calls, port = tmp_path / "calls", free_port()
+    calls = tmp_path / "calls"
+    port = free_port()
 
     def agent(node: int) -> subprocess.Popen[str]:
         options = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --no-python"

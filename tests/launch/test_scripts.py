@@ -33,7 +33,8 @@ def test_loss_compare_accepts_packing_and_refuses_another_seed(
     capsys: pytest.CaptureFixture[str],
 ):
     """The first run is started by the script; the others, in the same way otherwise, by us: torchrun takes its time."""
-    as_it_is, runs = loss_compare.run, []
+    as_it_is = loss_compare.run
+    runs = []
 
     def run(name: str, args: Namespace, settings: list[str]) -> Path:
         if not runs:

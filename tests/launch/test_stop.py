@@ -165,7 +165,9 @@ def kill(*words: str, number: int = signal.SIGKILL) -> Callable[[Job], None]:
     return attack
 
 
-RUNNER, MIDDLE, TORCHRUN = "bin/deepspeed", "deepspeed.launcher.launch", "bin/torchrun"
+RUNNER = "bin/deepspeed"
+MIDDLE = "deepspeed.launcher.launch"
+TORCHRUN = "bin/torchrun"
 ATTACKS = {
     "KILL of deepspeed": ("deepspeed", kill(RUNNER)),
     "KILL of deepspeed and of its child": ("deepspeed", kill(RUNNER, MIDDLE)),

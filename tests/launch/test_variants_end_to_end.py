@@ -53,7 +53,8 @@ HELD_BY_OTHERS = ("wan2.1-i2v-14b", "wan2.2-t2v-a14b")
 def test_a_variant_learns_a_clip(
     name: str, clips_dir: Path, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):
-    model, variant = tiny_variant(name), VARIANTS[name]
+    model = tiny_variant(name)
+    variant = VARIANTS[name]
     clips = tmp_path / "clips"
     clips.mkdir()
     shutil.copy(clips_dir / "bikes.mp4", clips)
@@ -88,7 +89,8 @@ def test_a_variant_learns_a_clip(
 
     settings = (*SETTINGS, f"data.cache={tmp_path / 'cache'}")
     series = losses(worlds[1].run(run_training, model, tmp_path / "run", settings, zero(2), timeout=600)[0])
-    first, last = sum(series[:20]) / 20, sum(series[-20:]) / 20
+    first = sum(series[:20]) / 20
+    last = sum(series[-20:]) / 20
     assert last < 0.7 * first, (first, last)
     assert len(find_checkpoint(tmp_path / "run")[1].parts) == len(variant.experts)
     # Given frames are left out: every sample has them.

@@ -21,7 +21,8 @@ from typing import Any
 from tests.support.fake_cuda import fake_cuda, load, move
 
 CLIPS = [(5, 12, 26)] * 21  # 32,760 tokens, as one clip of 81 frames of 480 x 832
-NUM_TOKENS, WIDTH = 32_760, 1536
+NUM_TOKENS = 32_760
+WIDTH = 1536
 PRODUCTS = ("mm", "addmm", "bmm", "convolution", "flash_attention", "ring")
 FREE = ("prim", "sym_", "is_contiguous", "detach", "empty")  # no work, or no more than a pointer
 
@@ -40,7 +41,8 @@ def main() -> None:
 
     found: dict[str, dict[str, int]] = {}
 
-    one_block, compiled = len(sys.argv) > 2, False
+    one_block = len(sys.argv) > 2
+    compiled = False
 
     class Count(TorchDispatchMode):
         operators = traffic = 0
@@ -91,10 +93,12 @@ def main() -> None:
     bench_step.GRIDS["cuda"] = CLIPS if one_block else [(5, 30, 52), (8, 35, 46), (3, 40, 40)]
     if one_block:
         bench_step.TEXT_LENS = [60] * len(CLIPS)  # fewer rows in all than a clip has
-    bench_step.build_models, bench_step.seconds = build_models, seconds
+    bench_step.build_models = build_models
+    bench_step.seconds = seconds
     bench_step.report = lambda *_: None
     torch.nn.functional.scaled_dot_product_attention = flash
-    stdout, sys.stdout = sys.stdout, sys.stderr
+    stdout = sys.stdout
+    sys.stdout = sys.stderr
     counts = []
     for num_layers in (2, 3) if one_block else (2,):
         bench_step.WIDTHS["cuda"]["num_layers"] = num_layers

@@ -31,7 +31,10 @@ class Tab:
     """
 
     def __init__(self, write: int, read: int) -> None:
-        self._write, self._read, self._number, self._buffer = write, read, 0, b""
+        self._write = write
+        self._read = read
+        self._number = 0
+        self._buffer = b""
         self._session: str | None = None
         self.problems: list[Any] = []
         self.loaded = 0
@@ -93,7 +96,8 @@ class Tab:
 @contextmanager
 def open_browser(path: str, profile: Path) -> Iterator[Tab]:
     """Start the browser and yield a tab."""
-    (down_read, down_write), (up_read, up_write) = os.pipe(), os.pipe()
+    (down_read, down_write) = os.pipe()
+    (up_read, up_write) = os.pipe()
     flags = [
         "--headless",
         "--no-sandbox",

@@ -16,7 +16,8 @@ from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
 
-HEADS, DIM = 4, 8
+HEADS = 4
+DIM = 8
 
 
 def make_inputs(seq_lens: tuple[int, ...], dtype: torch.dtype, heads: int = HEADS) -> list[Tensor]:
@@ -41,7 +42,8 @@ def groups_of(ring: int, ulysses: int) -> ProcessGroups:
     """Return the process groups of a world of dp x ring x ulysses ranks, created once per world."""
     if not dist.is_initialized():
         init_process_group()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     return ProcessGroups.build(
         ParallelDims(world_size=world, rank=rank, ulysses_degree=ulysses, ring_degree=ring)
     )

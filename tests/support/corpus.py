@@ -40,7 +40,8 @@ def write_layers(path: Path, frames: list[np.ndarray], codec: str, pix_fmt: str)
         for index, frame in enumerate(frames):
             alpha = np.full((*frame.shape[:2], 1), index * 10, np.uint8)
             picture = av.VideoFrame.from_ndarray(np.concatenate([frame, alpha], axis=2), format="rgba")
-            picture.pts, picture.time_base = index, Fraction(1, 25)
+            picture.pts = index
+            picture.time_base = Fraction(1, 25)
             output.mux(stream.encode(picture.reformat(format=pix_fmt)))
         output.mux(stream.encode(None))
     return path
@@ -157,7 +158,8 @@ def build_corpus(folder: Path, clips_dir: Path) -> dict[str, str]:
         Key of each clip -> regular expression of its reason, or `SAMPLE`.
     """
     folder.mkdir()
-    frames, expected = real_frames(clips_dir), {}
+    frames = real_frames(clips_dir)
+    expected = {}
     videos = _videos(frames)
     stems = [Path(name).stem for name in videos]
     for name, (write, reason) in videos.items():
@@ -198,7 +200,8 @@ def _links(folder: Path) -> dict[str, str]:
 
 def mutate(data: bytes, seed: int) -> bytes:
     """One of five kinds of damage, all of it drawn from `seed`: flipped bits, a cut tail, bytes put in, zeroed, lost."""
-    dice, broken = random.Random(seed), bytearray(data)
+    dice = random.Random(seed)
+    broken = bytearray(data)
     place = dice.randrange(len(data))
     if seed % 5 == 0:
         for _ in range(dice.choice((1, 8, 64, len(data) // 100))):

@@ -20,7 +20,8 @@ from typing import Any
 
 def build(folder: Path) -> Path:
     """Compile what lets torch hold fake CUDA tensors with gradients; a few seconds."""
-    library, source = folder / "fake_cuda.so", Path(__file__).with_suffix(".cpp")
+    library = folder / "fake_cuda.so"
+    source = Path(__file__).with_suffix(".cpp")
     command = [
         "g++",
         "-O0",
@@ -88,7 +89,8 @@ def fake_cuda(may_wait: bool = False) -> Any:
     from torch.utils._pytree import tree_leaves
 
     aten = torch.ops.aten
-    copy, copy_into = aten._to_copy.default, aten.copy_.default
+    copy = aten._to_copy.default
+    copy_into = aten.copy_.default
 
     class FakeCuda(TorchDispatchMode):
         def __init__(self) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from tests.support.fake_cuda import fake_cuda, fake_streams, load, move
 
-TEXT_DIM, IMAGE_DIM = 64, 32
+TEXT_DIM = 64
+IMAGE_DIM = 32
 
 
 def main() -> None:
@@ -45,7 +46,8 @@ def measure(kernels: list[str]) -> dict[str, Any]:
             assert enable_timing
 
         def record(self) -> None:
-            self.time, Event.now = Event.now, Event.now + 1
+            self.time = Event.now
+            Event.now = Event.now + 1
             queued.append(matmuls)
 
         def synchronize(self) -> None:
@@ -54,14 +56,16 @@ def measure(kernels: list[str]) -> dict[str, Any]:
         def elapsed_time(self, end: Event) -> float:
             return end.time - self.time
 
-    matmuls, mm = 0, torch.mm
+    matmuls = 0
+    mm = torch.mm
 
     def counted(*matrices: torch.Tensor) -> torch.Tensor:
         nonlocal matmuls
         matmuls += 1
         return mm(*matrices)
 
-    torch.cuda.Event, torch.mm = Event, counted
+    torch.cuda.Event = Event
+    torch.mm = counted
     with fake_cuda():
         return {"times": measure_backends(kernels, torch.device("cuda"), 2, 64), "queued": queued}
 
@@ -79,15 +83,19 @@ def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:
     from wands.encoders.vae import WanVideoEncoder
     from wands.variants import VARIANTS
 
-    to_pixels, given = image.to_pixels, []
+    to_pixels = image.to_pixels
+    given = []
 
     def watched(frames: Any) -> Any:
         given.append(f"{frames.dtype} {frames.device.type}")
         return to_pixels(frames)
 
     model = AutoencoderKLWan(**vae)
-    image.to_pixels, aminmax, cpu = watched, torch.Tensor.aminmax, torch.Tensor.cpu
-    torch.Tensor.aminmax, torch.Tensor.cpu = lambda _: (-1.0, 1.0), lambda tensor: tensor
+    image.to_pixels = watched
+    aminmax = torch.Tensor.aminmax
+    cpu = torch.Tensor.cpu
+    torch.Tensor.aminmax = lambda _: (-1.0, 1.0)
+    torch.Tensor.cpu = lambda tensor: tensor
     try:
         with fake_cuda(may_wait=True):
             encoder = WanVideoEncoder(move(model))
@@ -97,7 +105,9 @@ def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:
             conditions = conditions_of(VARIANTS["wan2.2-i2v-a14b"])
             encoded = image.WindowEncoder(encoders, conditions).encode([(frames, {}) for frames in windows])
     finally:
-        image.to_pixels, torch.Tensor.aminmax, torch.Tensor.cpu = to_pixels, aminmax, cpu
+        image.to_pixels = to_pixels
+        torch.Tensor.aminmax = aminmax
+        torch.Tensor.cpu = cpu
     convs = [
         module.weight for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d)
     ]
@@ -155,7 +165,8 @@ def run_step(
             errors = super().token_errors(prediction, target)
             return errors if mistake is None else MISTAKES[mistake](errors)
 
-    row, recipe = VARIANTS[variant], load_recipe(None, settings)
+    row = VARIANTS[variant]
+    recipe = load_recipe(None, settings)
     config = {key: value for key, value in row.dit.to_config().items() if key[0] != "_"}
     config |= {"num_layers": 2, "text_dim": TEXT_DIM}
     if config.get("image_dim"):
@@ -346,7 +357,9 @@ class Engine:
     """What `train_step` asks of DeepSpeed's."""
 
     def __init__(self, module: Any, compute: str) -> None:
-        self.module, self.compute, self.steps = module, compute, 0
+        self.module = module
+        self.compute = compute
+        self.steps = 0
 
     def __call__(self, **inputs: Any) -> Any:
         import torch

@@ -63,7 +63,9 @@ class Fault:
 class Refused(Exception):
     def __init__(self, status: int, code: str = "", text: str = "") -> None:
         super().__init__(text)
-        self.status, self.code, self.text = status, code, text
+        self.status = status
+        self.code = code
+        self.text = text
 
 
 class FakeHub:
@@ -77,7 +79,8 @@ class FakeHub:
     """
 
     def __init__(self, tokens: dict[str, str], *, lfs_from: int | None = 20_000) -> None:
-        self.tokens, self.lfs_from = tokens, lfs_from
+        self.tokens = tokens
+        self.lfs_from = lfs_from
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, int]] = []
@@ -151,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 answer = None if fault and not fault.after else self._answer(kind, groups, body)
             except Refused as refused:
-                fault, answer = None, refused
+                fault = None
+                answer = refused
         if fault:
             time.sleep(fault.silence)
         if fault and fault.body is not None:
@@ -174,12 +178,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, answer: object) -> None:
         headers = {}
         if isinstance(answer, Refused):
-            status, data = answer.status, json.dumps({"error": answer.text}).encode()
+            status = answer.status
+            data = json.dumps({"error": answer.text}).encode()
             headers = {"X-Error-Code": answer.code, "X-Error-Message": answer.text}
         elif isinstance(answer, tuple):
-            status, data, headers = 200, answer[0], answer[1]
+            status = 200
+            data = answer[0]
+            headers = answer[1]
         else:
-            status, data = 200, json.dumps(answer).encode()
+            status = 200
+            data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         for name, value in headers.items():
@@ -281,7 +289,8 @@ class _Handler(BaseHTTPRequestHandler):
         return rows
 
     def _preupload(self, account, repo, groups, rev, body):
-        known, answer = repo.branches[rev], []
+        known = repo.branches[rev]
+        answer = []
         for item in json.loads(body)["files"]:
             large = self.hub.lfs_from is not None and item["size"] >= self.hub.lfs_from
             file = known.get(item["path"])

@@ -92,7 +92,8 @@ def _serve(library: str) -> None:
     for line in sys.stdin:
         args, fault = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:
-            printed, counted = Path(folder, "printed"), Path(folder, "counted")
+            printed = Path(folder, "printed")
+            counted = Path(folder, "counted")
             child = os.fork()
             if child == 0:
                 _run(cli.main, args, Fault(*fault), faults, printed, counted)

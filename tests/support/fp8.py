@@ -63,7 +63,8 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a [M, K] times the transpose of b [N, K] with both cast, in float64."""
-    (codes_a, scale_a), (codes_b, scale_b) = cast_rows(a), cast_rows(b)
+    (codes_a, scale_a) = cast_rows(a)
+    (codes_b, scale_b) = cast_rows(b)
     return (codes_a * scale_a) @ (codes_b * scale_b).t()
 
 
@@ -77,5 +78,8 @@ def product_error(a: Tensor, b: Tensor) -> Tensor:
     def error(x: Tensor) -> Tensor:
         return torch.maximum(x.double().abs() / 16, cast_rows(x)[1] * 2.0**-10)
 
-    size_a, size_b, error_a, error_b = a.double().abs(), b.double().abs(), error(a), error(b)
+    size_a = a.double().abs()
+    size_b = b.double().abs()
+    error_a = error(a)
+    error_b = error(b)
     return error_a @ size_b.t() + size_a @ error_b.t() + error_a @ error_b.t()

@@ -148,7 +148,8 @@ def png(width: int, height: int, bits: int = 1) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    packer, row = zlib.compressobj(9), bytes(1 + -(-width * bits // 8))
+    packer = zlib.compressobj(9)
+    row = bytes(1 + -(-width * bits // 8))
     pixels = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
     header = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
@@ -193,7 +194,9 @@ def write_mutations(folder: Path, count: int) -> list[Path]:
 
 def write_hostile_media(box: Sandbox, folder: Path) -> list[Path]:
     """Write files with hostile names, contents, links, masks and captions."""
-    shell, private, paths = box.shell, box.clip.read_bytes(), list[Path]()
+    shell = box.shell
+    private = box.clip.read_bytes()
+    paths = list[Path]()
 
     def add(
         name: str | bytes, data: bytes = private, caption: bytes | None = b"a caption", kind: str = ".txt"
@@ -503,7 +506,8 @@ GOOD = {"video": "good.mp4", "caption": "a good clip"}
 
 def tables(box: Sandbox) -> dict[str, bytes]:
     """Return the hostile tables and configurations: name -> content."""
-    shell, nested = box.shell, "[" * 200_000
+    shell = box.shell
+    nested = "[" * 200_000
     rows = [GOOD, *(GOOD | row for row in hostile_rows(box))]
     paths = [GOOD, *({"video": path, "caption": "a"} for path in _paths(box))]
     captions: list[Any] = [
@@ -667,9 +671,11 @@ def _tar(
 
 def archives(box: Sandbox) -> dict[str, Callable[[Path], object]]:
     """Return the writers of the hostile archives by file name."""
-    clip, outside = box.clip.read_bytes(), f"{box.outside}/stolen.mp4"
+    clip = box.clip.read_bytes()
+    outside = f"{box.outside}/stolen.mp4"
     pair: list[tuple[str, bytes, dict[str, Any]]] = [("good.mp4", clip, {}), ("good.txt", b"a good clip", {})]
-    link, device = {"type": tarfile.SYMTYPE, "linkname": str(box.clip)}, {"type": tarfile.CHRTYPE}
+    link = {"type": tarfile.SYMTYPE, "linkname": str(box.clip)}
+    device = {"type": tarfile.CHRTYPE}
     names = [
         outside,
         "../" * 9 + "stolen.mp4",

@@ -35,9 +35,12 @@ class Attention(nn.Module):
     def __init__(self, dim: int, with_image: bool) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_q, self.norm_k = Weight(dim), Weight(dim)
+        self.norm_q = Weight(dim)
+        self.norm_k = Weight(dim)
         if with_image:
-            self.k_img, self.v_img, self.norm_k_img = nn.Linear(dim, dim), nn.Linear(dim, dim), Weight(dim)
+            self.k_img = nn.Linear(dim, dim)
+            self.v_img = nn.Linear(dim, dim)
+            self.norm_k_img = Weight(dim)
 
 
 class Block(nn.Module):
@@ -45,7 +48,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(dim, elementwise_affine=False) for _ in range(2))
         self.norm3 = nn.LayerNorm(dim)
-        self.self_attn, self.cross_attn = Attention(dim, False), Attention(dim, with_image)
+        self.self_attn = Attention(dim, False)
+        self.cross_attn = Attention(dim, with_image)
         self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), nn.GELU(), nn.Linear(ffn_dim, dim))
         self.modulation = param(1, 6, dim)
 
@@ -121,11 +125,9 @@ def resample(dim: int, new: int, in_time: int) -> nn.Module:
 
 def middle(dim: int) -> nn.Sequential:
     attention = nn.Module()
-    attention.norm, attention.to_qkv, attention.proj = (
-        gamma(dim, 2),
-        nn.Conv2d(dim, dim * 3, 1),
-        nn.Conv2d(dim, dim, 1),
-    )
+    attention.norm = gamma(dim, 2)
+    attention.to_qkv = nn.Conv2d(dim, dim * 3, 1)
+    attention.proj = nn.Conv2d(dim, dim, 1)
     return nn.Sequential(residual(dim, dim), attention, residual(dim, dim))
 
 
@@ -173,12 +175,14 @@ class WanVae(nn.Module):
         decoder_dim: int | None = None,
     ) -> None:
         super().__init__()
-        mult, times = [1, 2, 4, 4], [False, True, True]
+        mult = [1, 2, 4, 4]
+        times = [False, True, True]
         pixels = 12 if nested else 3
         down = [dim * m for m in [1, *mult]]
         up = [(decoder_dim or dim) * m for m in [mult[-1], *mult[::-1]]]
         self.encoder = VaeHalf(down, (pixels, 2 * z_dim), num_blocks, times, False, nested)
-        self.conv1, self.conv2 = nn.Conv3d(2 * z_dim, 2 * z_dim, 1), nn.Conv3d(z_dim, z_dim, 1)
+        self.conv1 = nn.Conv3d(2 * z_dim, 2 * z_dim, 1)
+        self.conv2 = nn.Conv3d(z_dim, z_dim, 1)
         self.decoder = VaeHalf(up, (z_dim, pixels), num_blocks + 1, times[::-1], True, nested)
 
 
@@ -193,16 +197,17 @@ class T5Encoder(nn.Module):
         self.blocks = nn.ModuleList()
         for _ in range(num_layers):
             block = nn.Module()
-            block.norm1, block.norm2 = Weight(dim), Weight(dim)
-            block.attn, block.ffn, block.pos_embedding = nn.Module(), nn.Module(), nn.Module()
+            block.norm1 = Weight(dim)
+            block.norm2 = Weight(dim)
+            block.attn = nn.Module()
+            block.ffn = nn.Module()
+            block.pos_embedding = nn.Module()
             for name in "qkv":
                 setattr(block.attn, name, nn.Linear(dim, dim_attn, bias=False))
             block.attn.o = nn.Linear(dim_attn, dim, bias=False)
             block.ffn.gate = nn.Sequential(nn.Linear(dim, dim_ffn, bias=False), nn.GELU())
-            block.ffn.fc1, block.ffn.fc2 = (
-                nn.Linear(dim, dim_ffn, bias=False),
-                nn.Linear(dim_ffn, dim, bias=False),
-            )
+            block.ffn.fc1 = nn.Linear(dim, dim_ffn, bias=False)
+            block.ffn.fc2 = nn.Linear(dim_ffn, dim, bias=False)
             block.pos_embedding.embedding = nn.Embedding(32, num_heads)
             self.blocks.append(block)
         self.norm = Weight(dim)
@@ -219,13 +224,16 @@ class XlmRobertaClip(nn.Module):
         self.visual.patch_embedding = nn.Conv2d(3, dim, patch, patch, bias=False)
         self.visual.cls_embedding = param(1, 1, dim)
         self.visual.pos_embedding = param(1, (size // patch) ** 2 + 1, dim)
-        self.visual.pre_norm, self.visual.post_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.visual.pre_norm = nn.LayerNorm(dim)
+        self.visual.post_norm = nn.LayerNorm(dim)
         self.visual.transformer = nn.Sequential()
         for _ in range(num_layers):
             block = nn.Module()
-            block.norm1, block.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+            block.norm1 = nn.LayerNorm(dim)
+            block.norm2 = nn.LayerNorm(dim)
             block.attn = nn.Module()
-            block.attn.to_qkv, block.attn.proj = nn.Linear(dim, dim * 3), nn.Linear(dim, dim)
+            block.attn.to_qkv = nn.Linear(dim, dim * 3)
+            block.attn.proj = nn.Linear(dim, dim)
             block.mlp = nn.Sequential(
                 nn.Linear(dim, mlp_dim), nn.GELU(), nn.Linear(mlp_dim, dim), nn.Dropout()
             )

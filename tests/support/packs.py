@@ -93,7 +93,8 @@ def make_pack(num_samples: int, dtype: torch.dtype = torch.float32, seed: int = 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    grids, text_lens = GRIDS[:num_samples], TEXT_LENS[:num_samples]
+    grids = GRIDS[:num_samples]
+    text_lens = TEXT_LENS[:num_samples]
     latents = [normal(config["in_channels"], f, 2 * h, 2 * w) for f, h, w in grids]
     texts = [normal(length, config["text_dim"]) for length in text_lens]
     with_images = "image_dim" in config
@@ -144,7 +145,8 @@ def build_pair(
     """Return the stock and the packed model with the same random weights."""
     diffusers.logging.set_verbosity_error()  # a notice at every `.to(dtype)`
     config = CONFIG | KINDS[kind]
-    stock, packed = WanTransformer3DModel(**config), PackedWanTransformer(**config)
+    stock = WanTransformer3DModel(**config)
+    packed = PackedWanTransformer(**config)
     randomize(stock)
     packed.load_state_dict(stock.state_dict())
     set_attention(packed, dtype)

@@ -10,7 +10,8 @@ from wands.attention.kernels.flash import FlashBackend
 from wands.attention.kernels.registry import Backend, choose_backend, get_backend
 from wands.attention.packed import Segments
 
-HEADS, DIM = 3, 16
+HEADS = 3
+DIM = 16
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 CPU_DTYPES = [("reference", dtype) for dtype in TOLERANCE] + [("cpu", dtype) for dtype in TOLERANCE]
 CUDA_BACKENDS = {

@@ -81,10 +81,8 @@ def write_run(
     for step in range(0, steps + 1, every):
         for weights in ("raw", "ema"):
             part = (step if weights == "raw" else 0.8 * step) / steps
-            held, train = (
-                -0.05 * (1 - math.exp(-4 * part)) + 0.01 * part**2,
-                -0.09 * (1 - math.exp(-3 * part)),
-            )
+            held = -0.05 * (1 - math.exp(-4 * part)) + 0.01 * part**2
+            train = -0.09 * (1 - math.exp(-3 * part))
             change, train_change = (
                 {"mean": x, "low": x - 0.004, "high": x + 0.004} if step else None for x in (held, train)
             )
@@ -117,7 +115,9 @@ def _samples(folder: Path, steps: range, last: int) -> list[dict[str, Any]]:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with av.open(str(folder / f"{name}.mp4"), "w") as out:
                     stream = out.add_stream("libx264", rate=8)
-                    stream.width, stream.height, stream.pix_fmt = 208, 120, "yuv420p"
+                    stream.width = 208
+                    stream.height = 120
+                    stream.pix_fmt = "yuv420p"
                     for frame in frames:
                         out.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
                     out.mux(stream.encode())

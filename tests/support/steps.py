@@ -226,7 +226,8 @@ def stock_gradients(
 
     [expert] = run.model.experts
     stock = WanTransformer3DModel.from_pretrained(model / expert.subfolder).to(dtype)
-    plan, channels = run.schedule.sampler.step_plan(0), run.model.shape.out_channels
+    plan = run.schedule.sampler.step_plan(0)
+    channels = run.model.shape.out_channels
     for one in (i for bin_ in plan.bins for i in bin_):
         sample = run.data.read(one)
         batch = run.collator([sample], plan.repeat_indices((one,)), plan.epoch)
@@ -239,7 +240,8 @@ def stock_gradients(
             run.recipe.train.seed,
             sigma_range=expert.sigma_range,
         )
-        grid, patch = tuple(batch.grid_sizes[0].tolist()), run.model.shape.patch_size
+        grid = tuple(batch.grid_sizes[0].tolist())
+        patch = run.model.shape.patch_size
         clean, x, target = (
             unpatchify(tokens, grid, channels, patch).to(dtype)
             for tokens in (batch.tokens, noisy.tokens, noisy.target)

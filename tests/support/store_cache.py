@@ -29,7 +29,8 @@ CAPTIONS = {
 def store(scratch: Path, clips: Path) -> None:
     from make_tiny_pipeline import build_tiny_pipeline
 
-    model, source = scratch / VARIANT, scratch / "clips"
+    model = scratch / VARIANT
+    source = scratch / "clips"
     build_tiny_pipeline(model, size="test", vae_dir="random", variant=VARIANT)
     source.mkdir()
     shutil.copy(clips / "bikes.mp4", source / "bikes.mp4")

@@ -68,13 +68,16 @@ def peak_growth(work: Callable[[], Any]) -> tuple[int, int]:
     """Run `work` on every rank; rank 0 returns by how much the ranks' memory grew at most, and the number of samples."""
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    peak, count, done = 0, 0, threading.Event()
+    peak = 0
+    count = 0
+    done = threading.Event()
     before = read_pss(pids)
 
     def watch() -> None:
         nonlocal peak, count
         while not done.is_set():
-            peak, count = max(peak, read_pss(pids) - before), count + 1
+            peak = max(peak, read_pss(pids) - before)
+            count = count + 1
             time.sleep(0.01)
 
     dist.barrier()

@@ -68,7 +68,8 @@ def _put_back() -> Iterator[None]:
         for name, module in sys.modules.items()
         if name.partition(".")[0] == "wands" and module is not None
     }
-    folder, environment = os.getcwd(), dict(os.environ)
+    folder = os.getcwd()
+    environment = dict(os.environ)
     yield
     for name, before in modules.items():
         found = vars(sys.modules[name])
@@ -127,7 +128,8 @@ class World:
     """
 
     def __init__(self, world_size: int, accelerator: str | None = None) -> None:
-        self.world_size, self.accelerator = world_size, accelerator
+        self.world_size = world_size
+        self.accelerator = accelerator
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:

@@ -95,7 +95,8 @@ def recipe_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _configs() -> list[type[BaseModel]]:
-    todo, found = [Recipe], []
+    todo = [Recipe]
+    found = []
     while todo:
         model = todo.pop()
         found.append(model)

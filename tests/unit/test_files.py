@@ -58,7 +58,8 @@ def test_a_killed_export_does_not_block_the_next(moment: str, replaces: bool, tm
 
 
 def test_a_second_export_is_refused_while_the_first_writes(tmp_path: Path):
-    out, pipe = tmp_path / "out", subprocess.PIPE
+    out = tmp_path / "out"
+    pipe = subprocess.PIPE
     first = subprocess.Popen(
         [sys.executable, "-c", WRITE, str(out), "wait"], stdin=pipe, stdout=pipe, text=True
     )

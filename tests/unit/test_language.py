@@ -39,7 +39,8 @@ def texts(path: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """Docstrings, and all texts (strings, docstrings, comments), each with its line."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
-    docstrings, strings = [], []
+    docstrings = []
+    strings = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.append((node.lineno, node.value))

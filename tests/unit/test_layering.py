@@ -106,7 +106,8 @@ def violations(module: str, source: str) -> list[str]:
     for target, _ in imports(source):
         if not target.startswith("wands"):
             continue
-        mine, theirs = layer(module), layer(target)
+        mine = layer(module)
+        theirs = layer(target)
         siblings = module.split(".")[1:2] == target.split(".")[1:2]
         if theirs > mine or (theirs == mine and mine not in (0, 1) and not siblings):
             problems.append(f"{module} (layer {mine}) imports {target} (layer {theirs})")

@@ -163,7 +163,8 @@ def test_a_file_system_without_locks_has_the_heartbeat(
 
 def fail(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> threading.Event:
     """Let `os.NAME` fail with this error number until the returned event is set."""
-    works, real = threading.Event(), getattr(os, name)
+    works = threading.Event()
+    real = getattr(os, name)
 
     def call(*args: object, **options: object) -> object:
         if not works.is_set():
@@ -230,7 +231,8 @@ def test_a_damaged_record_is_no_other_owner(content: bytes | None, fast, tmp_pat
 
 
 def test_another_owner_that_is_seen_once_is_no_other_owner(fast, tmp_path: Path, monkeypatch):
-    path, lost = tmp_path / "lock", list[str]()
+    path = tmp_path / "lock"
+    lost = list[str]()
     monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.3)
     with WriterLock(path, "cache=c") as held:
         held.on_lost = lost.append
@@ -244,7 +246,8 @@ def test_another_owner_that_is_seen_once_is_no_other_owner(fast, tmp_path: Path,
 
 
 def test_a_holder_learns_of_another_owner(fast, tmp_path: Path):
-    path, lost = tmp_path / "lock", list[str]()
+    path = tmp_path / "lock"
+    lost = list[str]()
     held = WriterLock(path, "cache=c")
     held.on_lost = lost.append
     path.write_bytes(b'{"owner": "host b, pid 1, since today"}')

@@ -25,7 +25,9 @@ def test_round_trip(grid: tuple[int, int, int], patch: tuple[int, int, int], cha
 
 
 def test_a_convolution_with_kernel_equal_to_stride_is_a_matmul_on_tokens():
-    patch, channels, dim = (1, 2, 2), 16, 24
+    patch = (1, 2, 2)
+    channels = 16
+    dim = 24
     conv = torch.nn.Conv3d(channels, dim, kernel_size=patch, stride=patch).double()
     latents = torch.randn(channels, 3, 6, 8, dtype=torch.float64)
     expected = conv(latents[None])[0].flatten(1).T  # (frame, row, column) order

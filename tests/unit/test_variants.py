@@ -89,7 +89,8 @@ def test_a_published_variant_is_read_from_its_configs(name: str):
     ],
 )
 def test_a_shape_of_ones_own_has_the_interfaces_of_its_family(kind: dict, index: dict, name: str, like: str):
-    found, published = variant_of(CONFIG | kind, index), VARIANTS[like]
+    found = variant_of(CONFIG | kind, index)
+    published = VARIANTS[like]
     assert found.name == name
     assert found.dit == DiTShape.from_config(CONFIG | kind)
     assert replace(found, name="", dit=published.dit, sampling=published.sampling) == replace(

@@ -89,7 +89,8 @@ class ContextPlan:
 
         The best result is 1. In each round of the ring, all ranks wait for the rank with the most pairs.
         """
-        lens, degree = self.chunk_lens, self.ring_degree
+        lens = self.chunk_lens
+        degree = self.ring_degree
         lockstep = sum(
             max(_num_pairs(lens[row], lens[(row - step) % degree]) for row in range(degree))
             for step in range(degree)
@@ -157,16 +158,19 @@ class ContextLayout:
         num_tokens = plan.row_len // ulysses_degree
         begin = ulysses_rank * num_tokens  # start of this rank's slice of the ring row
         end = begin + num_tokens
-        ranges, index = [], []
+        ranges = []
+        index = []
         row_start = bin_start = 0
         for sample, length in enumerate(plan.seq_lens):
             chunk_len = plan.chunk_lens[ring_rank][sample]
             chunk_start = sum(chunks[sample] for chunks in plan.chunk_lens[:ring_rank])
-            first, last = max(begin - row_start, 0), min(end - row_start, chunk_len)
+            first = max(begin - row_start, 0)
+            last = min(end - row_start, chunk_len)
             start, stop = (chunk_start + first, chunk_start + last) if first < last else (0, 0)
             ranges.append((start, stop))
             index.append(torch.arange(bin_start + start, bin_start + stop))
-            row_start, bin_start = row_start + chunk_len, bin_start + length
+            row_start = row_start + chunk_len
+            bin_start = bin_start + length
         lens = tuple(stop - start for start, stop in ranges)
         num_pads = num_tokens - sum(lens)
         segment_ids = segment_ids_of((*lens[:-1], lens[-1] + num_pads))

@@ -55,7 +55,8 @@ class Segments:
             lens_k: number of rows of k in each segment. None means the numbers in `lens_q`.
             device: device of `cu_seqlens_q` and `cu_seqlens_k`.
         """
-        queries, keys = tuple(lens_q), tuple(lens_q if lens_k is None else lens_k)
+        queries = tuple(lens_q)
+        keys = tuple(lens_q if lens_k is None else lens_k)
         assert len(queries) == len(keys), f"{len(queries)} segments of q, but {len(keys)} segments of k"
         sums = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (queries, keys))
         return to_device(cls(queries, keys, *sums), device)
@@ -76,7 +77,8 @@ class Segments:
         for len_q, len_k in zip(self.lens_q, self.lens_k, strict=True):
             if len_q and len_k:
                 yield slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
-            start_q, start_k = start_q + len_q, start_k + len_k
+            start_q = start_q + len_q
+            start_k = start_k + len_k
 
 
 def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
@@ -133,7 +135,8 @@ class PackedMeta:
     dropout_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        lens, text_lens = self.local_seq_lens, self.text_lens
+        lens = self.local_seq_lens
+        text_lens = self.text_lens
         assert sum(self.timestep_lens or lens) == sum(lens), (self.timestep_lens, lens)
         assert len(lens) == len(text_lens), f"{len(lens)} samples, but {len(text_lens)} texts"
         assert self.positions.shape == (len(self.segment_ids), 3), tuple(self.positions.shape)

@@ -66,10 +66,12 @@ class RingAttention:
         Returns:
             [N, H, D] in q's dtype.
         """
-        degree, num_ranks = len(meta.chunk_lens), self.group.size() if self.group else 1
+        degree = len(meta.chunk_lens)
+        num_ranks = self.group.size() if self.group else 1
         assert degree == num_ranks, f"chunk_lens has {degree} rows, but the ring has {num_ranks} ranks"
         names = [peers.group_name if peers else "" for peers in (self.group, self.grad_group)]
-        lens, scale = [length for row in meta.chunk_lens for length in row], q.shape[-1] ** -0.5
+        lens = [length for row in meta.chunk_lens for length in row]
+        scale = q.shape[-1] ** -0.5
         out, _ = torch.ops.wands.ring_forward(q, k, v, lens, degree, *names, self.backend.name, scale)
         return out
 
@@ -102,12 +104,14 @@ def ring_forward(
     Returns:
         (out, lse): the output [N, H, D], and the log-sum-exp of the scores [H, N].
     """
-    chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
+    chunk_lens = _split_rows(tuple(lens), degree)
+    kernel = get_backend(backend)
     if degree == 1:
         out, lse = kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
         return out.contiguous(), lse.contiguous()  # some kernels return tensors with the memory layout of q
     ring = _resolve_process_group(group)
-    rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
+    rank = dist.get_rank(ring)
+    rounds = ring_rounds(chunk_lens)
     out = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
     lse = new_lse(q)
     block = torch.stack([k, v])
@@ -144,13 +148,16 @@ def ring_backward(
     the parts travels with the block. The first rank after the owner starts the sum, and each later rank adds its part. When
     the sum returns to the owner, the owner adds the part that it computed in the first step.
     """
-    chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
+    chunk_lens = _split_rows(tuple(lens), degree)
+    kernel = get_backend(backend)
     if degree == 1:
         segments = _segments(chunk_lens[0], chunk_lens[0], q.device)
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    ring, grad_ring = _resolve_process_group(group), _resolve_process_group(grad_group)
-    rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
+    ring = _resolve_process_group(group)
+    grad_ring = _resolve_process_group(grad_group)
+    rank = dist.get_rank(ring)
+    rounds = ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
     grad_transfer: _RingTransfer | None = None
@@ -181,8 +188,10 @@ class _RingTransfer:
     """
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self._sent, self._received = block, torch.empty_like(block)
+        rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
+        self._sent = block
+        self._received = torch.empty_like(block)
         messages = (dist.isend, block, rank + 1), (dist.irecv, self._received, rank - 1)
         self._works = dist.batch_isend_irecv(
             [dist.P2POp(op, tensor, group=group, group_peer=peer % size) for op, tensor, peer in messages]

@@ -22,7 +22,9 @@ from wands.attention.kernels.registry import Backend
 from wands.attention.packed import PackedMeta
 from wands.attention.ring import RingAttention
 
-BATCH_AXIS, TOKEN_AXIS, HEAD_AXIS = 0, 1, 2
+BATCH_AXIS = 0
+TOKEN_AXIS = 1
+HEAD_AXIS = 2
 """Axes of a tensor of shape [batch, tokens, heads, head dim]."""
 
 

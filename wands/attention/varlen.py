@@ -198,12 +198,14 @@ def merge_pads_backward(
     is the gradient of `out`. The argument `dq` is the gradient of q from the other keys. The returned gradient of q is the sum of
     `dq` and the gradient of q from the n copies of the padding key.
     """
-    dtype, lse = q.dtype, lse.mT
+    dtype = q.dtype
+    lse = lse.mT
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
     # exp(score - (lse - log n)) is the probability of all n padding keys together.
     probs = (_scores(q, pad_k) * scale + log_num_pads.to(lse.dtype) - lse).exp()
     dscores = probs * (_scores(dout, pad_v) - (dout * out).sum(-1).mT) * scale
-    dpad_k, dpad_v = _weighted_sum(dscores, q), _weighted_sum(probs, dout)
+    dpad_k = _weighted_sum(dscores, q)
+    dpad_v = _weighted_sum(probs, dout)
     dq = torch.addcmul(dq.to(lse.dtype), dscores.mT.unsqueeze(-1), pad_k)
     return dq.to(dtype), dpad_k.to(dtype), dpad_v.to(dtype)
 
@@ -224,7 +226,8 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("ht,thd->hd", weights, x)
 
 
-_MERGE_PADS, _MERGE_PADS_BACKWARD = compiled_op(merge_pads), compiled_op(merge_pads_backward)
+_MERGE_PADS = compiled_op(merge_pads)
+_MERGE_PADS_BACKWARD = compiled_op(merge_pads_backward)
 
 
 @lru_cache(maxsize=256)

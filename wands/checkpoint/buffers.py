@@ -50,7 +50,8 @@ class HostBuffers:
             ConfigError: if the host has too little memory.
         """
         values = [tensor.read() for file in files for tensor in file.tensors]
-        sizes, on_gpu = [value.nbytes for value in values], any(value.is_cuda for value in values)
+        sizes = [value.nbytes for value in values]
+        on_gpu = any(value.is_cuda for value in values)
         if sizes != [len(buffer) for buffer in self._buffers]:
             self._buffers = []  # the memory is free before new memory is allocated
             texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")

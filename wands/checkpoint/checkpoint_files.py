@@ -343,7 +343,8 @@ class FragmentFiles:
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self._where, self._pattern = f"checkpoint={folder.parent}", f"{kind}_rank_*"
+        self._where = f"checkpoint={folder.parent}"
+        self._pattern = f"{kind}_rank_*"
         self.headers: dict[Path, dict[str, Any]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._numels = Counter[str]()  # number of stored values of each tensor, in all files together
@@ -455,7 +456,8 @@ class FragmentFiles:
                 for key in file.keys():  # noqa: SIM118, not a dict
                     keys.setdefault(key.rpartition("/")[0], []).append(key)
                 for name in ranges.keys() & header["fragments"].keys():
-                    start, (first, last) = header["fragments"][name][0], ranges[name]
+                    start = header["fragments"][name][0]
+                    (first, last) = ranges[name]
                     numel = file.get_slice(f"{name}/master").get_shape()[0]
                     if start < last and first < start + numel:
                         states = [key for key in keys[name] if key != f"{name}/master"]

@@ -102,7 +102,8 @@ class WeightAverage:
             # At ZeRO-0, every rank sends its share of each parameter. A sum with zeros keeps all bits, also those of -0.0.
             group = engine.seq_data_parallel_group
             for fragment in trained_fragments(engine):
-                share, bits = _own_share(fragment, group), fragment.read().view(torch.int32)
+                share = _own_share(fragment, group)
+                bits = fragment.read().view(torch.int32)
                 bits[: share.offset] = bits[share.offset + share.numel :] = 0
                 dist.all_reduce(bits, group=group)
 
@@ -188,6 +189,9 @@ def _own_share(fragment: Fragment, group: dist.ProcessGroup) -> Fragment:
         fragment: this rank's part of the parameter, flattened: the whole parameter without tensor parallelism.
         group: ranks that have the same part.
     """
-    rank, size, numel = dist.get_rank(group), dist.get_world_size(group), fragment.numel
-    start, end = numel * rank // size, numel * (rank + 1) // size
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    numel = fragment.numel
+    start = numel * rank // size
+    end = numel * (rank + 1) // size
     return fragment._replace(start=fragment.start + start, offset=start, numel=end - start)

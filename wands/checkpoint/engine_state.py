@@ -35,7 +35,9 @@ from wands.errors import CheckpointError
 from wands.model.files.tensor_files import LazyTensor
 from wands.model.tensor_parallel import ROWS, cut_of
 
-MASTER, FROZEN, MOMENTUM = "master", "frozen", "momentum_buffer"
+MASTER = "master"
+FROZEN = "frozen"
+MOMENTUM = "momentum_buffer"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -120,7 +122,8 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
     """
     fragments = trained_fragments(engine)
     with _base_optimizer(engine) as base:
-        flats, state = _flats(base), base.state_dict()
+        flats = _flats(base)
+        state = base.state_dict()
         for number, own in _with_whole_momentum(engine, base, fragments).items():
             if MOMENTUM in state["state"].get(number, {}):
                 state["state"][number] = _flat_momentum(state["state"][number], own, flats[number])
@@ -192,11 +195,13 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
         CheckpointError: if a file cannot be read, if a value is missing in the files, or if an optimizer state cannot be
             divided among another number of ranks or for another ZeRO stage.
     """
-    fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
+    fragments = trained_fragments(engine)
+    header = next(iter(files.headers.values()))
     stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]
     files.read({f"{fragment.name}/{key}": (fragment.range, fragment.read()) for fragment, key in stored})
     with _base_optimizer(engine) as base:
-        groups, saved = base.state_dict()["param_groups"], header["optimizer"]["param_groups"]
+        groups = base.state_dict()["param_groups"]
+        saved = header["optimizer"]["param_groups"]
         for i, group in enumerate(groups):
             group["lr"] = saved[i if len(saved) == len(groups) else 0]["lr"]
         state = _optimizer_state(engine, base, fragments, files)
@@ -221,7 +226,8 @@ def refresh_weights(engine: Any) -> None:
     This copy is needed if the master weights were changed outside an optimizer step. At ZeRO-0 the function does nothing,
     because ZeRO-0 has no separate master weights.
     """
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    optimizer = engine.optimizer
+    stage = engine.zero_optimization_stage()
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # parameters that are kept whole between steps have the old values
         for number in range(len(optimizer.fp16_groups)):
@@ -246,7 +252,8 @@ def _optimizer_state(
         A dict from the index of each tensor that the optimizer updates to the states of this tensor. It is the value of the
         key "state" in the optimizer's state dict.
     """
-    flats, state = _flats(base), dict[int, dict[str, Any]]()
+    flats = _flats(base)
+    state = dict[int, dict[str, Any]]()
     layout = _places(fragments), [flat.numel() for flat in flats]
     for fragment in fragments:
         if not state.get(fragment.flat):  # at ZeRO-0, a parameter without a gradient has no states
@@ -257,7 +264,8 @@ def _optimizer_state(
             if state[fragment.flat]:
                 state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
         return {number: values for number, values in state.items() if values}
-    wanted, by_name = {}, {fragment.name: fragment for fragment in fragments}
+    wanted = {}
+    by_name = {fragment.name: fragment for fragment in fragments}
     for name, dtype in files.dtypes.items():
         owner, _, key = name.rpartition("/")
         if owner in by_name and key != MASTER:
@@ -446,7 +454,8 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
         # safe_get_local_fp32_param would copy an offloaded master to the GPU and include the last rank's padding.
         optimizer = engine.optimizer
         group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        flat, shape = optimizer.fp32_partitioned_groups_flat[group], list(parameter.ds_shape)
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        shape = list(parameter.ds_shape)
         start, numel = _own_range(parameter, partition)
         return Fragment(
             name=name,
@@ -463,7 +472,8 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
         if mapping is None:  # other ranks own the whole parameter
             return None
         flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+        start = mapping.lp_fragment_address.start
+        place = mapping.hp_fragment_address
         return Fragment(
             name=name,
             start=start,

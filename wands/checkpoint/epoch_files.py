@@ -49,7 +49,8 @@ def follow_plan(sampler: PlanSampler, path: Path, fingerprint: str) -> PlanSampl
     fix = "write the file again with wands pack --out and this recipe"
     try:
         header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        epoch, known = header["epoch"], (header["format"], header["data_fingerprint"])
+        epoch = header["epoch"]
+        known = (header["format"], header["data_fingerprint"])
         steps = tuple(tuple(tuple(bin["indices"]) for bin in line["bins"]) for line in lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"packing.plan={path} cannot be read ({one_line(error)}); {fix}.") from None
@@ -179,7 +180,8 @@ def follow_data(
     )
     start = (values["epoch"] + 1, values["first_step"] + len(steps))
     given = {**sampler.given, **({values["epoch"]: plan} if state.step < start[1] else {})}
-    before, after = {*values["unused"], *(key for key, *_ in samples)}, set(data.keys)
+    before = {*values["unused"], *(key for key, *_ in samples)}
+    after = set(data.keys)
     change = (
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
         "clips are left out at once. The plan with the added clips takes effect"

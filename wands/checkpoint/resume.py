@@ -138,7 +138,8 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         keys = _BASE_KEYS[: 1 if knows_base else None]
         fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in keys]
     for name, reason in fixed_keys:
-        value, saved_value = _recipe_value(current.recipe, name), _recipe_value(saved.recipe, name)
+        value = _recipe_value(current.recipe, name)
+        saved_value = _recipe_value(saved.recipe, name)
         rule = f"{name}={value} must equal the checkpoint's value {saved_value}, {reason}; restore that value, or {new_run}"
         rules[f"{rule} (for a LoRA, set lora.init_from)."] = value != saved_value
     if problems := failed_rules(rules):

@@ -361,7 +361,8 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
         DiskError: on all ranks, if any rank has too little free space or a file size limit that is too small.
     """
     sizes = [sum(tensor.num_bytes for tensor in file.tensors) for file in files]
-    needed, largest = sum(gather_objects(sum(sizes))), max(sizes, default=0)
+    needed = sum(gather_objects(sum(sizes)))
+    largest = max(sizes, default=0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     problem = None
     free = needed

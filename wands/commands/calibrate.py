@@ -35,7 +35,9 @@ def calibrate(options: CalibrateOptions) -> str:
     head_dim = 128
     name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU {platform.machine()}"
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    x, weight, one = draw(rows, width), draw(width, width), torch.zeros(1, device=device)
+    x = draw(rows, width)
+    weight = draw(width, width)
+    one = torch.zeros(1, device=device)
     q, k, v, dout = draw(4, rows, heads, head_dim)
     attention = {}
     segments = Segments.build((rows,), device=device)
@@ -54,7 +56,8 @@ def calibrate(options: CalibrateOptions) -> str:
         "attention_flops": attention,
         "launch_seconds": _median_seconds(partial(one.add_, 1)),
     }
-    file, text = options.out or measurement_file(name), json.dumps({"device": name, **speeds}, indent=2)
+    file = options.out or measurement_file(name)
+    text = json.dumps({"device": name, **speeds}, indent=2)
     write_text(file, text + "\n")
     return f"{text}\nspeeds of {name} in bytes/s, FLOP/s and seconds, written to {file}"
 

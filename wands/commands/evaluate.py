@@ -36,7 +36,8 @@ def evaluate(options: EvaluateOptions) -> str | None:
     Raises:
         WandsError: if the model or the cache cannot be used.
     """
-    where, rank = Path(options.model), int(os.environ.get("RANK", "0"))
+    where = Path(options.model)
+    rank = int(os.environ.get("RANK", "0"))
     with start_together():
         is_run = where.is_file() or where.match("step_*") or (where / "checkpoints").is_dir()
         checkpoint = find_checkpoint(where) if is_run else None

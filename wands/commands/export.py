@@ -53,7 +53,8 @@ def export(options: ExportOptions) -> Path:
     """
     _check_size(options.max_shard_size)
     step_dir, state = checkpoint = find_checkpoint(options.checkpoint, verify=True)
-    out, dtype = options.out.resolve(), DTYPES[options.dtype]
+    out = options.out.resolve()
+    dtype = DTYPES[options.dtype]
     is_lora = state.lora is not None
     as_pipeline = options.merge or not is_lora
     if not as_pipeline and (options.base is not None or options.link):
@@ -78,7 +79,8 @@ def export(options: ExportOptions) -> Path:
             for part in state.parts:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)
                 kept = load_ignored(base_dir / part, f"--base {base}")
-                folder, size = partial / part, options.max_shard_size
+                folder = partial / part
+                size = options.max_shard_size
                 write_transformer(weights, state.transformer_config, folder, dtype, size, kept)
         else:
             for part in state.parts:
@@ -90,7 +92,8 @@ def export(options: ExportOptions) -> Path:
                     "the base of this LoRA includes other LoRAs (model.merge_loras); load these LoRAs too, or export with --merge"
                 )
         write_hashes(partial)
-        run, kind = read_run(step_dir.parent.parent), "ema" if options.ema else "raw"
+        run = read_run(step_dir.parent.parent)
+        kind = "ema" if options.ema else "raw"
         record = _export_record(step_dir, state, base, options)
         past = (row for row in run["evaluations"][kind] if row["step"] <= state.step and "held_out" in row)
         record["held_out"] = [(row["step"], row["held_out"]) for row in past]

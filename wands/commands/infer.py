@@ -143,7 +143,8 @@ def infer(
     else:
         set_attention(pipeline, torch.device(device), ProcessGroups(dims), options.attention_backend)
     number = _next_number(options.out_dir)
-    results, rows = [], []
+    results = []
+    rows = []
     for i, (request, request_images, inputs) in enumerate(zip(requests, images, extra, strict=True)):
         view = pipeline_for(pipeline, request, request_images)
         view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)

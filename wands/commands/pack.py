@@ -60,7 +60,8 @@ def pack(options: PackOptions) -> str:
         plugin=load_plugins(options.imports),
     )
     header = _header(run, options.epoch)
-    first, mean_cost = header["first_step"], header.pop("mean_cost")
+    first = header["first_step"]
+    mean_cost = header.pop("mean_cost")
     with atomic_path(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(header) + "\n")
         for step in range(first, first + header["num_steps"]):

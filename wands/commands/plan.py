@@ -186,7 +186,8 @@ def build_task(
     """
     machine = machine_named(options.hardware, **options.model_dump(include=_MACHINE_OPTIONS))
     machine = with_measurements(machine, options.hardware_file)
-    per_node, (config, variant, experts) = machine.ranks_per_node, model
+    per_node = machine.ranks_per_node
+    (config, variant, experts) = model
     if options.gpus > per_node and options.gpus % per_node:
         raise ConfigError(
             f"--gpus {options.gpus} must be a multiple of {per_node}, the number of GPUs per node; use "
@@ -243,7 +244,8 @@ def _clips(recipe: Recipe, variant: Variant, options: PlanOptions) -> ClipFacts:
     If `options.clips` is set or the recipe names no data, equal clips are assumed: `options.clips` clips (default 1,000), each
     with `options.frames` frames of `options.size`. Otherwise, the numbers are read from the data that the recipe names.
     """
-    data, dit = recipe.data, variant.dit
+    data = recipe.data
+    dit = variant.dit
     if options.clips is None and _has_data(data):
         try:
             dataset = open_data(data, variant, recipe.train.seed, fingerprint=dict)
@@ -272,11 +274,14 @@ def _candidate_table(candidates: Sequence[Candidate]) -> str:
 
 
 def _describe_best(best: Candidate, variant: Variant) -> str:
-    task, recipe = best.task, best.workload.recipe
+    task = best.task
+    recipe = best.workload.recipe
     parts = ", ".join(f"{name} {to_gib(size)}" for name, size in best.memory.device.items())
-    tokens, bins = int(task.seq_lens.sum()), recipe.train.bins_per_step
+    tokens = int(task.seq_lens.sum())
+    bins = recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
-    cache, checkpoint = _planned_cache_bytes(task, variant) / 1e9, checkpoint_bytes(best.workload) / 1e9
+    cache = _planned_cache_bytes(task, variant) / 1e9
+    checkpoint = checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
     lines = [
         "details of the first line of the table",
@@ -291,7 +296,8 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     lines += _compare_tensor(best)
     if recipe.eval:
         # All clips are assumed to have the mean length.
-        load, length = best.workload, int(task.seq_lens.mean())
+        load = best.workload
+        length = int(task.seq_lens.mean())
         ranks = load.cp_size * load.tensor_degree
         training = total * bins * ranks * best.prediction.flops * load.num_models
         forwards = 9 * num_forwards(recipe, total, variant, load.num_models)
@@ -339,7 +345,8 @@ def start_command(best: Candidate, options: PlanOptions) -> str:
         options: options of `wands plan`. If the folder `options.out` is set, the returned command uses the recipe
             and the DeepSpeed JSON in this folder.
     """
-    gpus, per_node = options.gpus, best.task.ranks_per_node
+    gpus = options.gpus
+    per_node = best.task.ranks_per_node
     if options.out is not None:
         ds_json = shlex.quote(str(options.out / "deepspeed.json"))
         words = [shlex.quote(str(options.out / "recipe.yaml")), f"--deepspeed {ds_json}"]
@@ -365,7 +372,8 @@ def describe_smallest(task: Task, fix: str) -> str:
         task: the run and the machine.
         fix: end of the message: changes that reduce the memory.
     """
-    gpus, longest = task.workload.world_size, task.longest
+    gpus = task.workload.world_size
+    longest = task.longest
     cp_sizes = (1, task.ranks_per_node)
     settings = list(build_candidates(task, task.ds_configs, [longest], cp_sizes, ("offload", "full")))
     if not settings:

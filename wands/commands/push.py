@@ -271,7 +271,8 @@ def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], lis
         return True
 
     for root, subfolders, names in os.walk(directory, followlinks=True):
-        here, is_state = Path(root), _STATE_FILE in names
+        here = Path(root)
+        is_state = _STATE_FILE in names
         parts = () if is_state else folders if here == directory else ("*",)
         subfolders[:] = [name for name in subfolders if is_kept(here / name, parts)]
         kept = [here / name for name in names if is_kept(here / name, () if is_state else _UPLOADED)]

@@ -20,7 +20,8 @@ from wands.train.trainer import Trainer
 from wands.variants import VARIANTS
 from wands.watch.launcher import Ancestor
 
-BAR_WIDTH, NUM_BARS = 50, 20
+BAR_WIDTH = 50
+NUM_BARS = 20
 """Width of the longest bar of a histogram in characters, and number of bars."""
 NUM_SAMPLES = 20_000
 """Number of random timesteps in a histogram. The standard error of a bar is then below 0.4 % of all samples."""
@@ -70,7 +71,8 @@ def _mock_overrides(name: str | None) -> tuple[str, ...]:
         return ()
     if name not in VARIANTS:
         raise ConfigError(f"--mock {name} is not a published model; use one of {', '.join(VARIANTS)}.")
-    variant, official = VARIANTS[name], VARIANTS[name].sampling
+    variant = VARIANTS[name]
+    official = VARIANTS[name].sampling
     size = official.num_frames, official.height, official.width
     mock = f"data={{mock: {{num_samples: 1000, shapes: [{list(variant.latent_size(*size))}]}}}}"
     return f"model.path={name}", "model.init=random", mock, f"packing.max_tokens={variant.num_tokens(*size)}"

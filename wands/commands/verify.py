@@ -35,14 +35,14 @@ def verify(options: VerifyOptions) -> str:
     steps = list_steps(path)
     if (path / MANIFEST_NAME).is_file():
         cache = LatentCache(path, verify=True)
-        things, (number, problems) = (
-            "samples",
-            _check_all(range(len(cache.keys)), partial(_read_sample, cache)),
-        )
+        things = "samples"
+        (number, problems) = _check_all(range(len(cache.keys)), partial(_read_sample, cache))
     elif steps or (path / "checkpoints").is_dir():
-        things, (number, problems) = "checkpoints", _check_all(steps, partial(find_checkpoint, verify=True))
+        things = "checkpoints"
+        (number, problems) = _check_all(steps, partial(find_checkpoint, verify=True))
     else:
-        things, (number, problems) = "files", find_changed_files(path)
+        things = "files"
+        (number, problems) = find_changed_files(path)
         if not number:
             raise ConfigError(
                 f"PATH={path} contains no checkpoint, no cache, and no file with a stored hash. Hashes are stored by wands "

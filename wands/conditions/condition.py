@@ -232,7 +232,8 @@ def check_entry(condition: Condition, entry: Entry, size: ClipSize) -> None:
     """Raise DataError if the channels of an entry are not those that the condition declares."""
     if not isinstance(entry, Channels):
         return
-    width, patch = entry.rows.shape[1], math.prod(size.patch_size)
+    width = entry.rows.shape[1]
+    patch = math.prod(size.patch_size)
     if width != condition.channels * patch:
         raise DataError(
             f"enter of condition {condition.name} returns {width} values for each token, but channels={condition.channels} and "

@@ -77,7 +77,8 @@ def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
     multiple = get_origin(kind) is tuple
     if multiple:
         kind = get_args(kind)[0]
-    value_type, required = _click_type(kind, field), field.is_required()
+    value_type = _click_type(kind, field)
+    required = field.is_required()
     if spelling.argument:
         return click.Argument([name], type=value_type, required=required, nargs=-1 if multiple else 1)
     flag = spelling.name or f"--{name.replace('_', '-')}"
@@ -102,5 +103,6 @@ def _click_type(kind: Any, field: FieldInfo) -> Any:
     if not limits:
         return kind
     number = click.IntRange if kind is int else click.FloatRange
-    low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
+    low = limits.get("ge", limits.get("gt"))
+    high = limits.get("le", limits.get("lt"))
     return number(min=low, max=high, min_open="gt" in limits, max_open="lt" in limits)

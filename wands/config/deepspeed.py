@@ -80,7 +80,8 @@ def build_ds_config(
     problems = ds_rules.check_json(config, names[0])
     zero = config.get("zero_optimization", {})
     problems += _fill_batch(config, recipe, world_size, names)
-    hpz, quantizes = int(zero.get("zero_hpz_partition_size", 1)), any(map(zero.get, ds_rules.QUANTIZED_KEYS))
+    hpz = int(zero.get("zero_hpz_partition_size", 1))
+    quantizes = any(map(zero.get, ds_rules.QUANTIZED_KEYS))
     rules: dict[str, object] = {
         f"{names[0]}: zero_optimization.zero_hpz_partition_size={hpz} must divide the number of processes ({world_size}); use "
         "the number of GPUs in a node.": hpz > 1 and world_size % min(hpz, world_size),
@@ -115,7 +116,8 @@ def build_ds_config(
 
 
 def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: Names) -> list[str]:
-    bins, dp_size = recipe.train.bins_per_step, world_size // recipe.parallel.group_size
+    bins = recipe.train.bins_per_step
+    dp_size = world_size // recipe.parallel.group_size
     accumulation = max(bins // dp_size, 1) if dp_size else 1
     # Without packing, the number of forward passes differs from step to step. wands then sets every accumulation boundary
     # itself, and gradient_accumulation_steps is 1, also in the JSON in the run folder.
@@ -141,7 +143,8 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> list[str]:
-    compute, reduce = recipe.precision.compute, recipe.precision.reduce
+    compute = recipe.precision.compute
+    reduce = recipe.precision.reduce
     enabled = {key: config.pop(key, {}).get("enabled", "auto") for key in ("bf16", "fp16")}
     cast = [key for key, value in enabled.items() if value not in (False, "auto")]
     autocast = {"enabled": True, "dtype": "bfloat16"} if compute == "bf16" else {"enabled": False}
@@ -171,7 +174,8 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
 
 
 def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) -> list[str]:
-    set_keys, kind = {*optim.model_dump(exclude_defaults=True)}, KINDS[optim.name]
+    set_keys = {*optim.model_dump(exclude_defaults=True)}
+    kind = KINDS[optim.name]
     problems = []
     section = config.setdefault("optimizer", {"type": kind.type, "params": {}})
     params = section.setdefault("params", {})
@@ -191,7 +195,8 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
             for key in set_keys.intersection(ADAM_KEYS).difference(kind.keys)
         ]
     for key in kind.keys:
-        value, json_value = getattr(optim, key), params.get(key, "auto")
+        value = getattr(optim, key)
+        json_value = params.get(key, "auto")
         value = list(value) if isinstance(value, tuple) else value
         if json_value == "auto":
             params.pop(key, None)
@@ -228,7 +233,8 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
     times slower on the host. DeepSpeed's Adam is also used if the user sets `bias_correction`, which torch's Adam lacks. In
     all other cases, torch's Adam is used, because DeepSpeed's Adam needs a CUDA toolkit.
     """
-    params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
+    params = config["optimizer"]["params"]
+    offloads = offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.
     if uses_adam(config) and "bias_correction" not in params and not (offloads and device_type == "cuda"):
         params.setdefault("torch_adam", True)

@@ -109,7 +109,8 @@ def check_json(config: dict[str, Any], name: str) -> list[str]:
         else:
             continue
         del config[key]
-    optimizer, scheduler = config.get("optimizer", {}), config.get("scheduler", {})
+    optimizer = config.get("optimizer", {})
+    scheduler = config.get("scheduler", {})
     problems += [
         f"{name}: scheduler.params.{key}=auto is not supported by wands; replace auto by a value."
         for key, value in scheduler.get("params", {}).items()
@@ -148,7 +149,8 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
             problems.append(f"{name}: {key}: {rule}; correct or remove the key.")
         return problems
     config["zero_optimization"] = zero
-    stage, round_robin = int(zero.get("stage", 0)), zero.get("round_robin_gradients")
+    stage = int(zero.get("stage", 0))
+    round_robin = zero.get("round_robin_gradients")
     plus = [key for key in ZERO_PLUS_PLUS if int(zero.get(key, 0)) > (key == "zero_hpz_partition_size")]
     rules: dict[str, object] = {
         f"{name}: zero_optimization.offload_param has no effect at ZeRO stage {stage}; use stage 3, or remove the "
@@ -177,10 +179,15 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
         A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
         `failed_rules`).
     """
-    name, reduce, clip = recipe.optim.name, recipe.precision.reduce, config["gradient_clipping"]
-    package, zero = KINDS[name].package, config.get("zero_optimization", {})
+    name = recipe.optim.name
+    reduce = recipe.precision.reduce
+    clip = config["gradient_clipping"]
+    package = KINDS[name].package
+    zero = config.get("zero_optimization", {})
     is_missing = package and importlib.util.find_spec(package) is None
-    stage, offload, is_muon = int(zero.get("stage", 0)), offload_device(zero), name == "muon"
+    stage = int(zero.get("stage", 0))
+    offload = offload_device(zero)
+    is_muon = name == "muon"
     is_sharded_muon = is_muon and stage == 3
     return {
         f"optim.name={name} needs {package}, which is not installed; run pip install -e '.[8bit]'.": is_missing,
@@ -285,7 +292,8 @@ def tensor_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
 
 def tensor_optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
     """Return the rule that tensor parallelism imposes on the optimizer of a DeepSpeed config; see `tensor_rules`."""
-    degree, name = recipe.parallel.tensor_degree, config["optimizer"]["type"]
+    degree = recipe.parallel.tensor_degree
+    name = config["optimizer"]["type"]
     return {
         f"parallel.tensor_degree={degree} gives each rank a part of a matrix, but the optimizer {name} may need whole matrices; "
         "use optim.name=adamw, or parallel.cp_size instead of "
@@ -304,8 +312,10 @@ def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, obj
         A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
         `failed_rules`).
     """
-    bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
-    stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"
+    bf16 = recipe.precision.weights == "bf16"
+    quantize = recipe.lora.quantize if recipe.lora else "none"
+    stage = int(zero.get("stage", 0))
+    key = "precision.weights=bf16"
     narrow = key if bf16 else f"lora.quantize={quantize}" if quantize != "none" else ""
     requantizes = quantize != "none" and any(map(zero.get, QUANTIZED_KEYS))
     full = bf16 and recipe.lora is None  # the trained weights of a LoRA run are fp32

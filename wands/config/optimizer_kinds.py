@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 # In bitsandbytes: number of values that share one fp32 scale, and size of the smallest tensor whose moments are quantized.
-BLOCK_8BIT, MIN_8BIT = 256, 4096
+BLOCK_8BIT = 256
+MIN_8BIT = 4096
 
 
 class OptimizerKind(NamedTuple):

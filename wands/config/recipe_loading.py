@@ -97,7 +97,8 @@ class _RecipeLoader(yaml.SafeLoader):
 
         An alias counts as many values as the node that the alias repeats.
         """
-        event, before = self.peek_event(), self._num_nodes
+        event = self.peek_event()
+        before = self._num_nodes
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"YAML tag {event.tag} in line {event.start_mark.line + 1} is not allowed")
         node = super().compose_node(parent, index)
@@ -206,7 +207,8 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     """Return one message for each pair of keys whose values contradict each other, although each value alone is
     valid.
     """
-    level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
+    level_bins = recipe.packing.level_bins
+    bins_per_step = recipe.train.bins_per_step
     rules = {
         f"model.{name} is for full finetunes, but the recipe has a lora section; remove model.{name}, and use "
         "lora.targets.": recipe.lora and getattr(recipe.model, name)
@@ -224,13 +226,16 @@ def _parallel_rules(parallel: ParallelConfig) -> dict[str, object]:
     names = ("ulysses_degree", "ring_degree")
     degrees = {name: value for name in names if (value := getattr(parallel, name))}
     factors = " x ".join(f"parallel.{name}={value}" for name, value in degrees.items())
-    size, product, both = parallel.cp_size, math.prod(degrees.values()), len(degrees) == 2
+    size = parallel.cp_size
+    product = math.prod(degrees.values())
+    both = len(degrees) == 2
     message = f"parallel.cp_size={size} must {'equal' if both else 'be a multiple of'} {factors}; remove one of these keys."
     return {message: size and (size != product if both else size % product)}
 
 
 def _checkpointing_rules(recipe: Recipe) -> dict[str, object]:
-    model, mode = recipe.model, recipe.model.checkpointing
+    model = recipe.model
+    mode = recipe.model.checkpointing
     rules: dict[str, object] = {}
     for key, modes in (("saved_tensors", ("selective", "offload")), ("offloaded_tensors", ("offload",))):
         names = getattr(model, key)

@@ -98,7 +98,8 @@ def _type_text(field: FieldInfo) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    origin, members = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    members = get_args(annotation)
     if origin is Literal:
         return " | ".join(members)
     if origin is Annotated:
@@ -131,7 +132,8 @@ def describe_config(options: ConfigOptions) -> str:
     Raises:
         ConfigError: if no section or key has this name.
     """
-    sections, formatter = list_sections(), click.HelpFormatter(max_width=WIDTH)
+    sections = list_sections()
+    formatter = click.HelpFormatter(max_width=WIDTH)
     if options.key is None:
         for section in sections:
             formatter.write_paragraph()

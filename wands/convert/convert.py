@@ -81,7 +81,9 @@ def convert(options: ConvertOptions) -> ConvertResult:
             source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
     """
-    result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
+    result = ConvertResult(options.out.resolve())
+    source = options.source
+    base = options.base
     with atomic_folder(result.out) as unfinished:
         is_file = Path(source).is_file()
         root = Path(source) if is_file else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
@@ -158,10 +160,12 @@ def _convert_lora(
             read back from a written file differ from the values in `source`.
     """
     path = source.path
-    loras, old_names = source.read(f"SOURCE {path}"), TensorFiles([path], f"SOURCE {path}").tensors.keys()
+    loras = source.read(f"SOURCE {path}")
+    old_names = TensorFiles([path], f"SOURCE {path}").tensors.keys()
     named = named or len(loras) > 1
     for name, update in loras.items():
-        pairs, differences = update.pairs, update.differences
+        pairs = update.pairs
+        differences = update.differences
         if differences and to not in ("official", "comfyui"):
             raise CheckpointError(
                 f"SOURCE {path} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
@@ -241,10 +245,13 @@ class ModelConversion:
         return _NOT_CONVERTED.get(f"{component.name} to {self.to}")
 
     def _convert(self, component: SourceComponent) -> None:
-        is_dit, mapping = component.name in EXPERTS, map_component(component, self.to)
+        is_dit = component.name in EXPERTS
+        mapping = map_component(component, self.to)
         if is_dit and not self.dit_config:
-            self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-        sources, chosen = mapping.sources, DTYPES.get(self.options.dtype) if is_dit else None
+            self.dit_config = mapping.config
+        self.variant = self._find_variant(mapping.config)
+        sources = mapping.sources
+        chosen = DTYPES.get(self.options.dtype) if is_dit else None
         stock = stock_names(sources) if is_dit else {}
         tensors = []
         for name, source in sorted(sources.items()):

@@ -141,7 +141,8 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
         model.load_state_dict(state, assign=True)
         return stock_forward(model, dtype)
 
-    first, second = forward(before), forward(after)
+    first = forward(before)
+    second = forward(after)
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
             "convert: the output of the converted DiT differs from the output of SOURCE's DiT. Report this error and the "

@@ -229,19 +229,22 @@ def map_component(component: SourceComponent, to: str) -> ComponentMapping:
     Raises:
         CheckpointError: if a file is damaged, a tensor name is unknown, tensors are missing, or shapes differ from the config.
     """
-    kind, given = KINDS[component.name], component.config or {}
+    kind = KINDS[component.name]
+    given = component.config or {}
     where = f"SOURCE {component.files[0].parent if len(component.files) > 1 else component.files[0]}"
     source = read_tensors(component.files, where)
     stored = dict(source.tensors)
     by_file_name = {value.name: value for value in stored.values()}
     mapping = partial(ComponentMapping, stored=by_file_name, fp8=source.fp8, notes=source.notes)
-    is_official, is_dit = kind.signs[0] in stored, component.name in EXPERTS
+    is_official = kind.signs[0] in stored
+    is_dit = component.name in EXPERTS
     if component.name == "image_encoder" and not (is_official and to == "diffusers"):
         return mapping(config=given, sources=by_file_name)
     if name_maps.UMT5_TIED in stored:
         stored.setdefault("shared.weight", stored.pop(name_maps.UMT5_TIED))
     unused = {name: stored.pop(name) for name in list(stored) if any(part in name for part in kind.unused)}
-    name_map, sources = kind.names(stored, where), split_sources(stored)
+    name_map = kind.names(stored, where)
+    sources = split_sources(stored)
     stock_names = name_maps.rename_all(sources, name_map.to_diffusers if is_official else str, where)
     official_names = name_maps.rename_all(stock_names, name_map.to_official, where)
     by_stock_name = {new: sources[old] for new, old in stock_names.items()}

@@ -221,7 +221,8 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
                 if not with_room[room]:
                     del with_room[rooms.pop(position)]
             else:
-                room, number = max_tokens, len(bins)
+                room = max_tokens
+                number = len(bins)
                 bins.append([])
             bins[number].append(index)
             if room - length not in with_room:
@@ -254,14 +255,16 @@ def fill_exactly(
     fresh = True  # whether the sums contain only lengths that are left
     for longest in reversed(range(len(lengths))):
         while left[longest]:
-            bin, room = [longest], max_tokens - int(lengths[longest])
+            bin = [longest]
+            room = max_tokens - int(lengths[longest])
             left[longest] -= 1
             while True:
                 best = sums.largest_below(room)
                 candidates = np.flatnonzero((left > 0) & (lengths <= best))
                 leading = candidates[sums.reachable[best - lengths[candidates]]]
                 if not len(leading) and not fresh:
-                    sums, fresh = _Sums(lengths[left > 0], max_tokens), True
+                    sums = _Sums(lengths[left > 0], max_tokens)
+                    fresh = True
                     continue
                 if not len(leading):  # nothing fits
                     break
@@ -282,7 +285,8 @@ class _Sums:
     """
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
-        bits, mask = 1, (1 << (max_tokens + 1)) - 1
+        bits = 1
+        mask = (1 << (max_tokens + 1)) - 1
         for length in lengths.tolist():
             shift = length
             while shift <= max_tokens:  # add 1, 2, 4, ... samples of this length
@@ -321,11 +325,13 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     Returns:
         Balanced bins as lists of indices, as in `bins`.
     """
-    empty, width = len(lengths), max(map(len, bins))
+    empty = len(lengths)
+    width = max(map(len, bins))
     contents = np.full((len(bins), width), empty)  # index of an empty length of 0 tokens, which sorts last
     for number, bin in enumerate(bins):
         contents[number, : len(bin)] = sorted(bin)
-    tokens_of, cost_of = np.append(lengths, 0).astype(np.float64), np.append(costs, 0).astype(np.float64)
+    tokens_of = np.append(lengths, 0).astype(np.float64)
+    cost_of = np.append(costs, 0).astype(np.float64)
     for number in range(ROUNDS):
         cost = cost_of[contents].sum(axis=1)
         words = philox(*key, "splits", number).bit_generator.random_raw(SPLITS * 2 * width // 64)
@@ -333,8 +339,10 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
         for first, second in _pairs(cost, number, key):
             both = np.sort(np.concatenate([contents[first], contents[second]], axis=1), axis=1)
             used = int((both != empty).sum(axis=1).max())
-            both, split = both[:, :used], splits[:used].astype(np.float64)
-            tokens, spent = tokens_of[both] @ split, cost_of[both] @ split
+            both = both[:, :used]
+            split = splits[:used].astype(np.float64)
+            tokens = tokens_of[both] @ split
+            spent = cost_of[both] @ split
             fits = np.maximum(tokens, tokens_of[both].sum(axis=1, keepdims=True) - tokens) <= max_tokens
             apart = np.abs(2 * spent - cost_of[both].sum(axis=1, keepdims=True))
             best = np.where(fits, apart, np.inf).argmin(axis=1)
@@ -367,7 +375,8 @@ def _pairs(cost: np.ndarray, number: int, key: Key) -> Iterator[tuple[np.ndarray
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")
     shuffled = permutation(len(cost), *key, "pairs", number)
-    costly, cheap = order[:half], order[len(order) - half :]
+    costly = order[:half]
+    cheap = order[len(order) - half :]
     first, second = (
         (costly, cheap[::-1]),
         (costly, cheap[np.argsort(shuffled[:half], kind="stable")]),

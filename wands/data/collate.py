@@ -381,7 +381,8 @@ class PackingCollator:
 
     def _check(self, sample: Sample, label: str) -> None:
         """Raise DataError if the shape of an array of the sample does not fit the model. The message starts with `label`."""
-        dit, latents = self.shape, tuple(sample.latents.shape)
+        dit = self.shape
+        latents = tuple(sample.latents.shape)
         sizes = zip(latents[1:], dit.patch_size, strict=False)
         fits_model = len(latents) == 4 and latents[0] == dit.out_channels
         problem = None

@@ -193,11 +193,14 @@ class CombinedDataset(SampleFacts):
         def of_rows(name: str) -> np.ndarray:
             return np.concatenate([getattr(part.data, name)[part.chosen] for part in sources])[rows]
 
-        self.licenses, self.mask_sums = of_rows("licenses"), of_rows("mask_sums")
-        self.latent_shapes, self.checksums = of_rows("latent_shapes"), of_rows("checksums")
+        self.licenses = of_rows("licenses")
+        self.mask_sums = of_rows("mask_sums")
+        self.latent_shapes = of_rows("latent_shapes")
+        self.checksums = of_rows("checksums")
         self._source_of = np.repeat(np.arange(len(sources)), numbers)[rows]
         self._position_of = np.concatenate([source.chosen for source in sources])[rows]
-        places, first_shard = [], 0
+        places = []
+        first_shard = 0
         for source in sources:
             stored = source.data.places[source.chosen]
             for _ in range(ceil(source.repeat)):
@@ -213,7 +216,8 @@ class CombinedDataset(SampleFacts):
             frames: (first, end) of the needed latent frames. The other frames are zero. Default: all frames.
         """
         source = self.sources[self._source_of[i]]
-        config, sample = source.config, source.data.read(int(self._position_of[i]), frames)
+        config = source.config
+        sample = source.data.read(int(self._position_of[i]), frames)
         of_source = {"loss_weight": config.loss_weight, "caption_dropout": config.caption_dropout}
         return replace(sample, sample_id=self.keys[i], **of_source)
 
@@ -252,7 +256,8 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     sides = _choose_sides(section, opened)
     wanted = HELD_OUT if section.split == "holdout" else TRAIN
     chosen = [np.flatnonzero(side == wanted) for side in sides]
-    numbers, weights = [len(rows) for rows in chosen], [source.weight or 0 for source in configs]
+    numbers = [len(rows) for rows in chosen]
+    weights = [source.weight or 0 for source in configs]
     repeats = [exact(source.repeat or 1) for source in configs]
     if any(weights):
         repeats = repeats_of_weights(numbers, weights)
@@ -296,7 +301,8 @@ def check_excluded(section: DataConfig, data: Dataset) -> None:
     Raises:
         ConfigError: if a key is not the key of a sample, or every sample is excluded.
     """
-    excluded, used = set(section.exclude), set(data.keys)
+    excluded = set(section.exclude)
+    used = set(data.keys)
     known = used.union(*(part.data.keys for part in getattr(data, "sources", ())))
     if unknown := sorted(excluded - known):
         near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)[0]
@@ -388,7 +394,8 @@ def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint:
         return [
             MockDataset(mock=section.mock, shape=variant.dit, seed=seed, conditions=conditions_of(variant))
         ]
-    encoders, caches = fingerprint(), list[LatentCache]()
+    encoders = fingerprint()
+    caches = list[LatentCache]()
     for number, source in enumerate(_configured_sources(section)):
         name = "data.cache" if section.sources is None else f"data.sources.{number}.path"
         try:
@@ -464,7 +471,8 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
     names: list[str] = []
     first_with: dict[str, tuple[int, int]] = {}
     for number, source in enumerate(sources):
-        keys, contents = source.data.keys, _contents(source.data)
+        keys = source.data.keys
+        contents = _contents(source.data)
         for i in source.chosen.tolist():
             owner, content = first_with.setdefault(keys[i], (number, contents[i]))
             same = owner == number or content == contents[i]
@@ -478,5 +486,6 @@ def _contents(data: Data) -> list[int]:
     """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index
-    frames, texts = index.latent_shapes[:, 1].astype(np.int64), index.text_lens.astype(np.int64)
+    frames = index.latent_shapes[:, 1].astype(np.int64)
+    texts = index.text_lens.astype(np.int64)
     return (index.crc32.astype(np.int64) | texts << 32 | frames << 44).tolist()

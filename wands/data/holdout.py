@@ -33,7 +33,10 @@ TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
 """Results of the split of the data into training and held-out samples. Each sample gets one result. GAP: too close in time to a
 held-out sample of the same film. DUPLICATE: nearly equal to a held-out sample. GAP and DUPLICATE samples are not used."""
 Range = tuple[float, float]
-MIN_WINDOWS, FEW_FILMS, GAP_SECONDS, MAX_BITS = 8, 2.0, 2.0, 12
+MIN_WINDOWS = 8
+FEW_FILMS = 2.0
+GAP_SECONDS = 2.0
+MAX_BITS = 12
 """Limits for `choose_sides` and `drop_duplicates`. A film is a clip with at least `MIN_WINDOWS` windows (time ranges).
 
 If fewer than `FEW_FILMS` whole films would be held out, or would remain for training, a span of each film is held out instead.
@@ -110,7 +113,8 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
         int8 [N], for each of the N samples: TRAIN, HELD_OUT or GAP (not used).
     """
     names = [clip_name(key) for key in keys]
-    sides, counts = hold_out(keys, fraction).astype(np.int8), Counter(names)
+    sides = hold_out(keys, fraction).astype(np.int8)
+    counts = Counter(names)
     # All windows of a source have the same length, but the last window of a film may be shorter.
     longest = np.repeat([part.max(initial=0) for part in seconds], [len(part) for part in seconds])
     films: defaultdict[str, defaultdict[Range, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -164,7 +168,8 @@ def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndar
             32-47 or 48-63. A signature with a word of 0 is not compared: no quadrant of its image differs from its
             neighbors, as in a black video.
     """
-    duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
+    duplicates = np.isin(contents, contents[sides == HELD_OUT])
+    rows = np.flatnonzero(signatures.all(axis=1))
     signatures = signatures[rows]
     own = np.unique(signatures[sides[rows] == HELD_OUT], axis=0)
     # Comparing all pairs is slow, so two samples must agree in one of four parts of the first number.

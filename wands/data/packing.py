@@ -168,7 +168,8 @@ def plan_epoch(
     for number, window in enumerate(windows):
         names = (everything if len(window) == len(seq_lens) else window).tolist()
         key = (seed if number == 0 else f"{seed}, window {number}", epoch)
-        lens, window_costs = seq_lens[names], [costs[i] for i in names]
+        lens = seq_lens[names]
+        window_costs = [costs[i] for i in names]
         bins = pack_bins(lens, cost_array[names], max_tokens, *key)
         bins = [bins[i] for i in permutation(len(bins), *key, "bins")]
         rest, bins = _separate_rest(bins, bins_per_step, window_costs)
@@ -177,7 +178,8 @@ def plan_epoch(
             steps.append(tuple(_rename(planned[i], names)))
         waiting += _rename(rest, names)
         if len(waiting) >= bins_per_step:
-            step, waiting = waiting[:bins_per_step], waiting[bins_per_step:]
+            step = waiting[:bins_per_step]
+            waiting = waiting[bins_per_step:]
             leveled = even_out(step, seq_lens, cost_array, max_tokens, (seed, epoch, "left over", number))
             steps.append(tuple(leveled))
     if waiting:
@@ -516,7 +518,8 @@ def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]
             came_from[j, wait:][better] = i
     if not np.isfinite(best[num, WAITS]):
         return list(range(num + 1))
-    cuts, spent = [num], WAITS
+    cuts = [num]
+    spent = WAITS
     while cuts[-1]:
         i = int(came_from[cuts[-1], spent])
         spent -= int(units[i, cuts[-1]])

@@ -51,7 +51,8 @@ class RepeatSchedule:
     """
 
     def __init__(self, num_samples: Sequence[int], repeats: Sequence[Fraction], seed: int) -> None:
-        self.num_samples, self.repeats = tuple(num_samples), tuple(repeats)
+        self.num_samples = tuple(num_samples)
+        self.repeats = tuple(repeats)
         copies = [ceil(repeat) for repeat in repeats]
         firsts = np.cumsum([0, *num_samples]).tolist()
         sources = zip(firsts, num_samples, copies, strict=False)
@@ -123,7 +124,8 @@ def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> 
             ignored.
     """
     shares = [exact(weight) if num else Fraction(0) for num, weight in zip(num_samples, weights, strict=True)]
-    total, summed = sum(num_samples), sum(shares)
+    total = sum(num_samples)
+    summed = sum(shares)
     return [
         share / summed * total / num if num else Fraction(1)
         for num, share in zip(num_samples, shares, strict=True)
@@ -242,7 +244,8 @@ class PlanSampler:
         self.repeat_index_of = np.array([next(counters[key]) for key in self.keys], np.int64)
         self._counted: dict[tuple[tuple[int, int], ...], int] = {}
         # First known epoch, and first steps of this epoch and the next ones, up to the latest requested epoch.
-        self._first_epoch, self._first_steps = self.start[0], [self.start[1]]
+        self._first_epoch = self.start[0]
+        self._first_steps = [self.start[1]]
         if (earlier := self.given.get(self.start[0] - 1)) is not None:
             self._first_epoch -= 1
             self._first_steps.insert(0, self.start[1] - earlier.num_steps)
@@ -284,7 +287,8 @@ class PlanSampler:
     def step_plan(self, step: int) -> StepPlan:
         """Return the plan of a global step: its bins (packed sequences), and the numbers of samples and tokens."""
         epoch = self.epoch_of(step)
-        plan, step_in_epoch = self.epoch_plan(epoch), step - self.first_step(epoch)
+        plan = self.epoch_plan(epoch)
+        step_in_epoch = step - self.first_step(epoch)
         planned = plan.steps[step_in_epoch]
         bins = tuple(tuple(i for i in bin if self.keys[i] not in self.excluded) for bin in planned)
         samples = [i for bin in bins for i in bin]

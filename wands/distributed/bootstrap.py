@@ -65,10 +65,12 @@ def init_process_group() -> tuple[int, int, torch.device]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ["MASTER_PORT"] = str(get_free_port())
     if accelerator_type() == "cuda":
-        backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "nccl"
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
-        backend, device = "gloo", torch.device("cpu")
+        backend = "gloo"
+        device = torch.device("cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             # Ranks that each start a thread per core compete for the cores and run a hundred times slower.
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
@@ -145,7 +147,8 @@ def start_together() -> Iterator[None]:
     except WandsError as error:
         failure = error
     except Exception as error:
-        crash, failure = error, RankError(f"{type(error).__name__}: {error}")
+        crash = error
+        failure = RankError(f"{type(error).__name__}: {error}")
     init_process_group()
     messages = gather_objects((type(failure), str(failure)) if failure else None)
     if crash:

@@ -132,7 +132,9 @@ def choose_degrees(
     Raises:
         ConfigError: if the Ulysses degree does not divide the number of heads.
     """
-    size, ulysses, ring = parallel.context_size, parallel.ulysses_degree, parallel.ring_degree
+    size = parallel.context_size
+    ulysses = parallel.ulysses_degree
+    ring = parallel.ring_degree
     tensor = parallel.tensor_degree
     if num_heads % tensor:
         raise ConfigError(

@@ -95,7 +95,8 @@ def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
         vocabulary = sorted(tokenizer.get_vocab().items())
         return {"vocabulary_sha256": _sha256([vocabulary, tokenizer(PROBE).input_ids])}
     name = "preprocessor_config.json" if part == "image_processor" else "config.json"
-    config, keys = read_config(folder / name), _CONFIG_KEYS[part]
+    config = read_config(folder / name)
+    keys = _CONFIG_KEYS[part]
     if part == "vae":  # diffusers has no config class
         defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
         config = {key: defaults[key].default for key in keys} | config

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from wands.encoders.components import check_part, find_part, load_part
 
-TILE, TILE_STRIDE = 256, 192
+TILE = 256
+TILE_STRIDE = 192
 """Height and width of a tile of the VAE, and distance between the starts of neighboring tiles, in pixels.
 
 Both are the defaults of diffusers. The fingerprint of a cache contains both numbers.
@@ -96,7 +97,8 @@ class WanVideoEncoder:
         """
         assert pixels.dtype == torch.float32, f"pixels have dtype {pixels.dtype}, not torch.float32"
         assert pixels.ndim in (4, 5), f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W] or a batch"
-        (time, rows, columns), (frames, height, width) = self.stride, pixels.shape[-3:]
+        (time, rows, columns) = self.stride
+        (frames, height, width) = pixels.shape[-3:]
         assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the last frames"
         assert height % rows == 0, f"height {height} is not a multiple of {rows}: the VAE would crop it"
         assert width % columns == 0, f"width {width} is not a multiple of {columns}: the VAE would crop it"

@@ -56,10 +56,12 @@ class FragmentAdamW8bit(AdamW8bit):
                     continue
                 state = self.state[flat]
                 for fragment in self.fragments[flat]:
-                    values, gradient = cut_flat(flat, fragment), cut_flat(flat.grad, fragment)
+                    values = cut_flat(flat, fragment)
+                    gradient = cut_flat(flat.grad, fragment)
                     if fragment.name not in state:
                         state[fragment.name] = _new_states(values, fragment)
-                    start, end = fragment.start, fragment.start + values.numel()
+                    start = fragment.start
+                    end = fragment.start + values.numel()
                     # If the fragment begins inside a block, the rest of this block is updated separately.
                     block_start = min(-(-start // BLOCK_8BIT) * BLOCK_8BIT, end)
                     for first, last in ((start, block_start), (block_start, end)):
@@ -85,13 +87,15 @@ class FragmentAdamW8bit(AdamW8bit):
             stored: (start, states) of each stored range that overlaps with the fragment, in ascending order. `start` is the
                 index of the range's first value in the flattened parameter.
         """
-        first, last = fragment.start, fragment.start + fragment.numel
+        first = fragment.start
+        last = fragment.start + fragment.numel
         moments = []
         for start, states in stored:
             end = start + len(states["state1"])
             if (start, end) == (first, last):
                 return states
-            low, high = max(start, first), min(end, last)
+            low = max(start, first)
+            high = min(end, last)
             moments.append(dequantize(cut_states(states, start, low, high), low))
         return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
 
@@ -130,9 +134,11 @@ def dequantize(states: States, start: int) -> States:
     """
     if "absmax1" not in states:
         return states
-    moments, before = {}, start % BLOCK_8BIT
+    moments = {}
+    before = start % BLOCK_8BIT
     for moment in "12":
-        codes, scales = states[f"state{moment}"], states[f"absmax{moment}"]
+        codes = states[f"state{moment}"]
+        scales = states[f"absmax{moment}"]
         scale_of_code = scales.repeat_interleave(BLOCK_8BIT)[before : before + len(codes)]
         moments[f"state{moment}"] = _table(moment, codes.device)[codes.int()] * scale_of_code
     return moments
@@ -155,7 +161,8 @@ def quantize(moments: States, shape: Sequence[int], start: int) -> States:
     states = {}
     for moment in "12":
         values = moments[f"state{moment}"]
-        table, before = _table(moment, values.device), start % BLOCK_8BIT
+        table = _table(moment, values.device)
+        before = start % BLOCK_8BIT
         padding = (before, -(before + len(values)) % BLOCK_8BIT)
         blocks = torch.nn.functional.pad(values, padding).view(-1, BLOCK_8BIT)
         scales = blocks.abs().amax(dim=1)

@@ -57,7 +57,8 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
     times: dict[str, dict[int, float]] = {name: {} for name in names}
     busy = torch.ones(8192, 8192, dtype=q.dtype, device=device)
     for name, length in product(names, LENGTHS):
-        backend, scale = get_backend("cudnn:1:torch" if name == "cudnn" else name), shape[-1] ** -0.5
+        backend = get_backend("cudnn:1:torch" if name == "cudnn" else name)
+        scale = shape[-1] ** -0.5
         segments = Segments.build([length] * (LENGTHS[-1] // length), device=device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for repeat in range(4):  # the last repeat counts; the first repeat builds plans and loads kernels

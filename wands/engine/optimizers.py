@@ -33,7 +33,8 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
     Raises:
         ConfigError: if the optimizer's library cannot be loaded, or Muon finds no matrix to train.
     """
-    name, params = kind_of(section["type"]), section["params"]
+    name = kind_of(section["type"])
+    params = section["params"]
     if name == "adamw8bit":
         try:
             from wands.engine.adamw8bit import FragmentAdamW8bit
@@ -105,8 +106,10 @@ def split_by_dtype(
         chosen = [{**group, "params": [p for p in group["params"] if p.dtype == dtype]} for group in groups]
         return [group for group in chosen if group["params"]]
 
-    narrow, wide = of_dtype(torch.bfloat16), of_dtype(torch.float32)
-    stage, bucket = zero["stage"], zero["reduce_bucket_size"]
+    narrow = of_dtype(torch.bfloat16)
+    wide = of_dtype(torch.float32)
+    stage = zero["stage"]
+    bucket = zero["reduce_bucket_size"]
     largest = max((parameter.numel() for group in narrow for parameter in group["params"]), default=0)
     if stage == 2 and reduce == "fp32" and largest > bucket:
         raise ConfigError(

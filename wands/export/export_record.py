@@ -69,7 +69,8 @@ class _SampleRow:
     prompt: str | None = None
 
 
-_RECORD, _SAMPLE_ROW = TypeAdapter(_Record), TypeAdapter(_SampleRow)
+_RECORD = TypeAdapter(_Record)
+_SAMPLE_ROW = TypeAdapter(_SampleRow)
 
 
 def check_record(record: Mapping[str, Any], path: Path) -> None:

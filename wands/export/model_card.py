@@ -87,8 +87,11 @@ def build_card(
     Returns:
         Markdown that starts with a YAML block. If the record has a loss curve, the card shows the image file loss.png.
     """
-    variant, parts = _variant_of(record), record.get("parts") or ()
-    loras, base, name = contents.loras, str(record.get("base", "")), str(record.get("variant") or "")
+    variant = _variant_of(record)
+    parts = record.get("parts") or ()
+    loras = contents.loras
+    base = str(record.get("base", ""))
+    name = str(record.get("variant") or "")
     base_id = base if is_hub_id(base) else ""
     class_name = contents.class_name if contents.class_name.isidentifier() else ""
     class_name = class_name or ("WanImageToVideoPipeline" if variant.num_images else "WanPipeline")

@@ -95,7 +95,8 @@ def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    image, config = None, model.config
+    image = None
+    config = model.config
     if config.image_dim:
         rows = config.pos_embed_seq_len  # tokens of two images, which diffusers takes as a batch of two
         image = normal(2, rows // 2, config.image_dim) if rows else normal(1, 257, config.image_dim)

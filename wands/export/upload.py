@@ -124,7 +124,8 @@ class Hub:
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"
 
     def _explain(self, action: str, text: str, status: int | None, is_network: bool) -> str:
-        name, endpoint = f"REPO_ID {self.repo_id}", f"--endpoint {self.api.endpoint}"
+        name = f"REPO_ID {self.repo_id}"
+        endpoint = f"--endpoint {self.api.endpoint}"
         if status == 404 and "/xet-write-token/" in text:
             return f"{endpoint} has no Xet storage ({text}); set HF_HUB_DISABLE_XET=1 and push again."
         not_writable = f"{name} cannot be written with this token"
@@ -136,7 +137,8 @@ class Hub:
             None: (f"{name}: {action} failed", f"fix the cause, then {_AGAIN}"),
         }.get(status, (f"{name}: {action} was rejected", _AGAIN))
         if status is None and is_network:
-            problem, fix = f"{endpoint} cannot be reached", f"check address and network, then {_AGAIN}"
+            problem = f"{endpoint} cannot be reached"
+            fix = f"check address and network, then {_AGAIN}"
         return f"{problem} ({text}); {fix}."
 
 
@@ -200,8 +202,10 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
             "looking up your account", lambda: str(hub.api.whoami()["name"]), FIRST_CONTACT_WAITS
         )
         hub = replace(hub, repo_id=f"{owner}/{hub.repo_id}")
-    api, repo_id = hub.api, hub.repo_id
-    exists, info = partial(api.repo_exists, repo_id), partial(api.model_info, repo_id)
+    api = hub.api
+    repo_id = hub.repo_id
+    exists = partial(api.repo_exists, repo_id)
+    info = partial(api.model_info, repo_id)
     visibility, other = ("public", "private") if public else ("private", "public")
     if not hub.call("looking up the repository", exists, FIRST_CONTACT_WAITS):
         create = partial(api.create_repo, repo_id, private=not public, exist_ok=True)

@@ -81,7 +81,8 @@ def add_noise(
     noise = draw_noise(layout, keys, seed, tokens.shape[1])
     clean = tokens.to(torch.float32)
     token_sigmas = sigmas[layout.segment_ids].unsqueeze(1)
-    timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
+    timesteps = sigmas * NUM_TRAIN_TIMESTEPS
+    trained = slice(layout.num_valid)
     if any(num_cond_tokens):
         is_cond = _cond_mask(layout, num_cond_tokens)
         trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1)

@@ -168,12 +168,14 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
         return low + (high - low) * quantile
     if flow.timestep_sampling == "logit_normal":
         below, above = _z_bounds(flow, low, high)
-        start, end = _NORMAL.cdf(below), _NORMAL.cdf(above)
+        start = _NORMAL.cdf(below)
+        end = _NORMAL.cdf(above)
         probability = min(max(start + (end - start) * quantile, 5e-324), 1.0 - 2.0**-53)
         z = _NORMAL.inv_cdf(probability)
         logit = flow.logit_mean + flow.logit_std * (-z if _mirrored(flow, low) else z)
         return 1.0 / (1.0 + math.exp(-logit)) if logit > -700.0 else 0.0
-    start, end = _mode_inverse(high, flow.mode_scale), _mode_inverse(low, flow.mode_scale)
+    start = _mode_inverse(high, flow.mode_scale)
+    end = _mode_inverse(low, flow.mode_scale)
     return _mode(start + (end - start) * quantile, flow.mode_scale)
 
 
@@ -230,7 +232,9 @@ def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
     In a model with two experts (DiTs), `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
     the range of the other expert.
     """
-    value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
+    value = np.float32(min(max(sigma, low), high))
+    up = np.float32(2.0)
+    down = np.float32(-1.0)
     while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:
         value = np.nextafter(value, up)
     while high < 1.0 and max(float(value) - high, _timestep(value) - NUM_TRAIN_TIMESTEPS * high) >= 0.0:

@@ -263,7 +263,9 @@ class _Run(TorchDispatchMode):
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:
         super().__init__()
-        self._selection, self._kept, self._is_first = selection, kept, is_first
+        self._selection = selection
+        self._kept = kept
+        self._is_first = is_first
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

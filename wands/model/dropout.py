@@ -72,7 +72,9 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float, name: str, keys: RowKeys) -> None:
         super().__init__()
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self.p, self.side, self._keys = p, side_of(name), keys
+        self.p = p
+        self.side = side_of(name)
+        self._keys = keys
         self._salt = int.from_bytes(digest, "little", signed=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +85,8 @@ class KeyedDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return x
-        rows, num_rows = self._keys[self.side], x.numel() // x.shape[-1]
+        rows = self._keys[self.side]
+        num_rows = x.numel() // x.shape[-1]
         assert len(rows) == num_rows - (self.side == "text"), (self.side, len(rows), tuple(x.shape))
         return _Drop.apply(x, rows, self._salt, self.p)
 
@@ -132,7 +135,8 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.salt, ctx.p = salt, p
+        ctx.salt = salt
+        ctx.p = p
         return _drop(x, rows, salt, p)
 
     @staticmethod
@@ -148,7 +152,8 @@ def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
     `salt` is the hash of the layer's name. `p` is the dropout probability.
     """
     out = x.clone(memory_format=torch.contiguous_format)
-    flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
+    flat = out.view(-1, x.shape[-1])
+    step = max(_CHUNK // x.shape[-1], 1)
     for begin in range(0, len(rows), step):
         chunk = rows[begin : begin + step]
         mask = keep_mask(chunk, salt, x.shape[-1], p)

@@ -49,7 +49,8 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
         for start in range(end - length, end, CHUNK)
     ]
     owners, starts, ends = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3).unbind(1)
-    tokens, timesteps = starts[:, None] + torch.arange(CHUNK), torch.arange(len(lens))
+    tokens = starts[:, None] + torch.arange(CHUNK)
+    timesteps = torch.arange(len(lens))
     tables = (
         timesteps.repeat_interleave(torch.tensor(lens, dtype=torch.int64)),
         tokens.clamp(max=sum(lens) - 1),
@@ -135,7 +136,8 @@ def add_norm_backward(
         needs_table: whether to compute the gradients of factor and shift.
     """
     ids, rows, *masks = timesteps
-    unit, dunit = (total - mean) * rstd, dnormed * factor[ids]
+    unit = (total - mean) * rstd
+    dunit = dnormed * factor[ids]
     dhidden = rstd * (dunit - dunit.mean(1, keepdim=True) - unit * (dunit * unit).mean(1, keepdim=True))
     if dtotal is not None:
         dhidden = dhidden + dtotal
@@ -211,7 +213,8 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
     """
     if rotation is None:
         return x
-    cos, sin = rotation[..., :1], rotation[..., 1:] * sign
+    cos = rotation[..., :1]
+    sin = rotation[..., 1:] * sign
     pairs = x.unflatten(1, (-1, rotation.shape[2], 2))
     signs = torch.tensor([-1.0, 1.0], dtype=x.dtype, device=x.device)
     return (pairs * cos + pairs.flip(-1) * (sin * signs)).flatten(1)
@@ -226,9 +229,12 @@ def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
     return update if needs_gate or update is None else update.new_empty(0)
 
 
-_ADD_NORM, _ADD_NORM_BACKWARD = compiled_op(add_norm_forward), compiled_op(add_norm_backward)
-_GATED_ADD, _GATED_ADD_BACKWARD = compiled_op(gated_add_forward), compiled_op(gated_add_backward)
-_NORM_ROTATE, _NORM_ROTATE_BACKWARD = compiled_op(norm_rotate_forward), compiled_op(norm_rotate_backward)
+_ADD_NORM = compiled_op(add_norm_forward)
+_ADD_NORM_BACKWARD = compiled_op(add_norm_backward)
+_GATED_ADD = compiled_op(gated_add_forward)
+_GATED_ADD_BACKWARD = compiled_op(gated_add_backward)
+_NORM_ROTATE = compiled_op(norm_rotate_forward)
+_NORM_ROTATE_BACKWARD = compiled_op(norm_rotate_backward)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -322,4 +328,6 @@ class _NormRotate(torch.autograd.Function):
         return dx, dweight if needs_weight else None, None, None
 
 
-add_norm, gated_add, norm_rotate = _AddNorm.apply, _GatedAdd.apply, _NormRotate.apply
+add_norm = _AddNorm.apply
+gated_add = _GatedAdd.apply
+norm_rotate = _NormRotate.apply

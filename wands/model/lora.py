@@ -92,7 +92,8 @@ def add_lora(
         layer = model.get_submodule(name)
         # Without this, PEFT copies the input of every layer to fp32, and autocast then casts the copy to bf16.
         layer.cast_input_dtype_enabled = False
-        lora_A, lora_B = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        lora_A = layer.lora_A[ADAPTER]
+        lora_B = layer.lora_B[ADAPTER]
         for linear in (lora_A, lora_B):  # PEFT uses the dtype of the base, but trained weights are fp32
             linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
         if isinstance(base, Fp32Linear):  # the LoRA must compute in fp32 like its base layer

@@ -59,8 +59,10 @@ class _ScaledAdd(torch.autograd.Function):
         ctx: Any, base: Tensor, x: Tensor, factor: Tensor, lens: tuple[int, ...], base_per_timestep: bool
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, factor)
-        ctx.lens, ctx.base_per_timestep = lens, base_per_timestep
-        ctx.base_dtype, ctx.x_dtype = base.dtype, x.dtype
+        ctx.lens = lens
+        ctx.base_per_timestep = base_per_timestep
+        ctx.base_dtype = base.dtype
+        ctx.x_dtype = x.dtype
         dtype = torch.promote_types(torch.promote_types(base.dtype, x.dtype), factor.dtype)
         out = x.new_empty(x.shape, dtype=dtype)
         bases = base if base_per_timestep else base.split(lens)
@@ -71,10 +73,12 @@ class _ScaledAdd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
-        parts, dx = dout.split(ctx.lens), torch.empty_like(dout, dtype=ctx.x_dtype)
+        parts = dout.split(ctx.lens)
+        dx = torch.empty_like(dout, dtype=ctx.x_dtype)
         for rows, row, dx_rows in zip(parts, factor, dx.split(ctx.lens), strict=True):
             torch.mul(rows, row, out=dx_rows)
-        dbase, dfactor = None, None
+        dbase = None
+        dfactor = None
         if not ctx.base_per_timestep:
             dbase = dout.to(ctx.base_dtype)
         elif ctx.needs_input_grad[0]:

@@ -48,7 +48,8 @@ class _CudaCopyStream(CopyStream):
     """CUDA stream for copies, separate from the stream of the computation. The host never waits for a copy."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
 
     def run(self, copy: Callable[[], None]) -> torch.cuda.Event:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -113,7 +114,8 @@ class ActivationOffloader:
     def __init__(
         self, device: torch.device, copy_stream: CopyStream | None = None, page_bytes: int = PAGE_BYTES
     ) -> None:
-        self.device, self.page_bytes = device, page_bytes
+        self.device = device
+        self.page_bytes = page_bytes
         self.copy_stream = copy_stream or new_copy_stream(device)
         self.host_bytes = self.peak_host_bytes = self.reserved_bytes = 0
         self._free_pages: list[Tensor] = []
@@ -198,7 +200,9 @@ class OffloadedTensor:
     """Handle of a tensor that an `ActivationOffloader` stores."""
 
     def __init__(self, offloader: ActivationOffloader, group: _Group, tensor: Tensor) -> None:
-        self._offloader, self._group, self._taken = offloader, group, False
+        self._offloader = offloader
+        self._group = group
+        self._taken = False
         self._like = torch.empty_like(tensor, device="meta")
         self._on_device: Tensor | None = None
         self._pages: list[Tensor] = []
@@ -215,7 +219,8 @@ class OffloadedTensor:
             self._fetch()
         self._group.prefetch()
         self._offloader.copy_stream.wait(self._copied)
-        tensor, self._taken = self._on_device, True
+        tensor = self._on_device
+        self._taken = True
         assert tensor is not None
         self._release(tensor)
         return tensor

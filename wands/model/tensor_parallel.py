@@ -27,7 +27,8 @@ from wands.model.transformer import NormRotate, PackedWanTransformer, rotate
 
 _ROWS = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_k")
-ROWS, COLUMNS = 0, 1
+ROWS = 0
+COLUMNS = 1
 _NAMES = {
     ROWS: re.compile(
         rf"blocks\.\d+\.(attn[12]\.({'|'.join(_ROWS)})|ffn\.net\.0\.proj)\.(weight|bias|lora_B\.weight)"
@@ -130,7 +131,8 @@ def divide_lora(base: nn.Linear, lora_A: nn.Linear, lora_B: nn.Linear) -> tuple[
 def whole_features(linear: nn.Linear) -> tuple[int, int]:
     """Return (number of in features, number of out features) of the whole layer of which this rank has a part or all."""
     cut = cut_of(linear.weight)
-    rows, columns = (linear.out_features, linear.in_features)
+    rows = linear.out_features
+    columns = linear.in_features
     if cut is not None:
         rows, columns = cut.whole_shape((rows, columns))
     return columns, rows

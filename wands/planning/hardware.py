@@ -16,7 +16,8 @@ from typing import Any
 from wands.errors import ConfigError
 from wands.files import read_json_object
 
-GB, TERA = 1e9, 1e12
+GB = 1e9
+TERA = 1e12
 
 
 # Dense bf16 peak of one GPU in TFLOP/s. The first key that the name of a GPU contains applies.
@@ -209,7 +210,8 @@ def with_measurements(machine: Machine, path: Path | None) -> Machine:
     file = path or measurement_file(machine.name)
     if path is None and not file.exists():
         return machine
-    label, fix = f"{'--hardware-file ' if path else ''}{file}", "run wands calibrate to write the file again."
+    label = f"{'--hardware-file ' if path else ''}{file}"
+    fix = "run wands calibrate to write the file again."
     values = read_json_object(file, label=label, fix=fix)
     device = values.pop("device", "an unknown device")
     if peak_tflops(device) != machine.peak / TERA:

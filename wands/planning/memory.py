@@ -30,7 +30,8 @@ CUDA_CONTEXT = 1.0 * 2**30
 NCCL_COMMUNICATOR = 0.4 * 2**30
 """Bytes of GPU memory that the buffers of one NCCL communicator use."""
 # DeepSpeed's defaults of stage3_param_persistence_threshold and stage3_max_live_parameters.
-_PERSISTENCE_THRESHOLD, _MAX_LIVE_PARAMETERS = 1e5, 1e9
+_PERSISTENCE_THRESHOLD = 1e5
+_MAX_LIVE_PARAMETERS = 1e9
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def reserved_memory(workload: Workload) -> float:
 
 def estimate_memory(workload: Workload) -> Memory:
     """Predict the memory of one rank at the peak of a run. The peak is in a training step, or while the run samples videos."""
-    states, activations = _States(workload), Activations(workload)
+    states = _States(workload)
+    activations = Activations(workload)
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
         moments.append(states.during_backward(blocks_left) | {"activations": held})
@@ -97,7 +99,8 @@ def checkpoint_bytes(workload: Workload) -> int:
     A checkpoint contains the weights. Depending on the recipe, it also contains their moving average and the optimizer
     states. A LoRA run saves no frozen weights.
     """
-    recipe, num_trained = workload.recipe, workload.trained
+    recipe = workload.recipe
+    num_trained = workload.trained
     trained = [(weight.name, weight.shape) for weight in workload.weights if weight.trained]
     num_frozen = 0 if recipe.lora else sum(weight.numel for weight in workload.weights) - num_trained
     states = state_bytes(recipe.optim.name, trained, workload.zero_stage)
@@ -114,9 +117,12 @@ class _States:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.workload, self.ema, self.stage = workload, workload.recipe.ema, workload.zero_stage
+        self.workload = workload
+        self.ema = workload.recipe.ema
+        self.stage = workload.zero_stage
         zero = workload.ds_config["zero_optimization"]
-        num_ranks, weights = workload.zero_size, workload.parts
+        num_ranks = workload.zero_size
+        weights = workload.parts
         self.optimizer_away = offload_device(zero) != "none"
         self.weights_away = offload_device(zero, "offload_param") != "none"
         # One fp32 copy of this rank's trained weights, partitioned over the ranks that have the same weights.
@@ -160,7 +166,8 @@ class _States:
         Args:
             blocks_left: number of blocks whose backward pass has not finished.
         """
-        workload, held = self.workload, self._during_step()
+        workload = self.workload
+        held = self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers
         # At stage 2 DeepSpeed allocates the rank's partition of the gradients with the first bucket.
         if workload.micro_steps > 1 or self.stage == 3 or (self.stage == 2 and done):
@@ -196,7 +203,8 @@ class _States:
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes that each component of this rank, such as "optimizer" or "checkpoint copy", uses in host memory."""
-        models, host = self.workload.num_models, {}
+        models = self.workload.num_models
+        host = {}
         if self.optimizer_away:
             # DeepSpeed keeps masters of all trained weights on the host, also at stage 3.
             host["optimizer"] = models * ((self.share if self.stage else 0.0) + self.moments)
@@ -222,7 +230,8 @@ class _States:
 
     def _during_step(self) -> dict[str, float]:
         """Return the bytes of each component, such as "weights", that stay on the device from the start of a step to its end."""
-        models, held = self.workload.num_models, defaultdict(float)
+        models = self.workload.num_models
+        held = defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
         if not self.optimizer_away:
             held["optimizer"] = models * (self.masters + self.moments)
@@ -253,9 +262,12 @@ class Activations:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.workload, self.shape, self.recipe = workload, workload.shape, workload.recipe
+        self.workload = workload
+        self.shape = workload.shape
+        self.recipe = workload.recipe
         # Tokens of the fullest bin on one rank.
-        self.tokens, self.stage = workload.max_tokens / workload.cp_size, workload.zero_stage
+        self.tokens = workload.max_tokens / workload.cp_size
+        self.stage = workload.zero_stage
         # Channels of the heads of one rank, and of its part of the feed-forward.
         self.own_dim = workload.shape.dim / workload.tensor_degree
         self.own_ffn = workload.shape.ffn_dim / workload.tensor_degree
@@ -274,7 +286,8 @@ class Activations:
 
         The order is the order of the backward pass: the last block comes first. Block 1 comes last.
         """
-        shape, tokens = self.shape, self.tokens
+        shape = self.shape
+        tokens = self.tokens
         block = self._block()
         # The backward pass of a block starts with the feed-forward layer: gradients of its input, output and hidden state.
         working = tokens * (2 * FP32 * shape.dim + self.narrow * self.own_ffn)
@@ -306,7 +319,8 @@ class Activations:
 
         Sampling needs no gradients, so only the activations of one layer exist at a time.
         """
-        shape, narrow = self.shape, self.narrow
+        shape = self.shape
+        narrow = self.narrow
         # Query and key are in fp32 while they are normalized and rotated.
         attention = (14 + 6 * narrow) * shape.dim
         ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * self.own_ffn
@@ -315,7 +329,8 @@ class Activations:
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes of each component in host memory: offloaded activations, and the data of prefetched steps."""
-        sizes, shape = sum(self._named(name) for name in self.recipe.model.kept_on_host), self.shape
+        sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
+        shape = self.shape
         # A DiT has separate noisy tokens and targets. Every rank has the text of all samples.
         noisy = self.workload.num_models * self.tokens * FP32 * 4 * (shape.in_channels + shape.out_channels)
         # The data of the next step is read before a step begins, without prefetch, too.
@@ -339,7 +354,8 @@ class Activations:
 
     def _named(self, name: str) -> float:
         """Return the bytes of the activation `name` of one block. `wands.model.checkpointing` lists the names of activations."""
-        shape, exchanged = self.shape, self.workload.ulysses_degree > 1
+        shape = self.shape
+        exchanged = self.workload.ulysses_degree > 1
         rows = {
             "block_input": FP32 * shape.dim,
             "attn_output": (1 + exchanged) * self.narrow * self.own_dim + FP32 * self.own_heads,
@@ -358,27 +374,35 @@ class Activations:
           input of a layer that is not trained, and has no LoRA, is kept only under ZeRO-3.
         - autocast's copies of the weights.
         """
-        shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
+        shape = self.shape
+        lora = self.recipe.lora
+        narrow = self.narrow
         attention_only = lora is not None and lora.targets == "attention"
         always = self.stage == 3 and not self._keeps_parameters_only
-        ffn, table = not attention_only or always, self._trains_table
+        ffn = not attention_only or always
+        table = self._trains_table
         # D is the width of the residual stream, H the channels of this rank's heads, F its hidden channels of the feed-forward.
         # Without tensor parallelism, H is D. Numbers of kept tensors: with D (wide) and H (wide_heads) values per token in fp32;
         # with D (narrow_rows), H (heads) and F (hidden) values per token in the compute dtype. Values per token that LoRA layers
         # keep (low).
-        wide, wide_heads = 3 + 2 * table, 3 + 3 * (lora is None)
-        narrow_rows, heads, hidden = 2 + ffn + 2 * table, 6, 1 + ffn
+        wide = 3 + 2 * table
+        wide_heads = 3 + 3 * (lora is None)
+        narrow_rows = 2 + ffn + 2 * table
+        heads = 6
+        hidden = 1 + ffn
         if self.workload.compiled:
             # No normalized tokens are kept. Without tensor parallelism, whose norms are not compiled, queries and keys are kept
             # in the compute dtype before their norm.
             wide = 3
             if self.workload.tensor_degree == 1:
-                wide_heads, heads = 0, heads + 3
+                wide_heads = 0
+                heads = heads + 3
         low = (6 if attention_only else 8) * lora.rank if lora else 0
         if lora and lora.dropout:
             # With dropout, every LoRA layer has a separate input. Then only ZeRO-3's linear layer keeps the shared input.
             both = always and not attention_only
-            narrow_rows, hidden = narrow_rows + (6 if always else 4) + both, hidden + both
+            narrow_rows = narrow_rows + (6 if always else 4) + both
+            hidden = hidden + both
         row = (FP32 * wide + narrow * narrow_rows) * shape.dim + (
             FP32 * wide_heads + narrow * heads
         ) * self.own_dim
@@ -394,7 +418,8 @@ class Activations:
         The backward pass needs these copies. Under ZeRO-3 the result is 0, because DeepSpeed's linear layer keeps a reference
         to the weight and no copy.
         """
-        shape, precision = self.shape, self.recipe.precision
+        shape = self.shape
+        precision = self.recipe.precision
         casts = precision.compute == "bf16" and precision.weights == "fp32"
         if not casts or self._keeps_parameters_only or self.stage == 3:
             return 0.0
@@ -403,7 +428,8 @@ class Activations:
 
     def _casts(self) -> float:
         """Return the bytes of the largest cast to fp8: of the feed-forward's hidden state or of its weight."""
-        weight, hidden = self.shape.dim * self.shape.ffn_dim, self.tokens * self.shape.ffn_dim
+        weight = self.shape.dim * self.shape.ffn_dim
+        hidden = self.tokens * self.shape.ffn_dim
         codes = weight + hidden
         # Without model.compile, a cast makes two fp32 copies of its input, one after the other.
         return codes if self.workload.compiled else codes + 2 * FP32 * max(weight, hidden)

@@ -136,7 +136,8 @@ class Candidate:
 
     def describe_memory(self) -> str:
         """Return a text with the memory that a run with these settings needs, and the memory that the machine has."""
-        machine, host = self.task.machine, ""
+        machine = self.task.machine
+        host = ""
         if self.host:
             available = to_gib(machine.host_memory)
             host = f" and {to_gib(self.host)} of host memory per node ({available} available)"
@@ -178,12 +179,14 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
     import psutil
 
     host = float(psutil.virtual_memory().available)
-    memory, name = host / ranks_per_node, "this host"
+    memory = host / ranks_per_node
+    name = "this host"
     if device_type == "cuda":
         import torch
 
         gpu = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")))
-        memory, name = float(gpu.total_memory), gpu.name
+        memory = float(gpu.total_memory)
+        name = gpu.name
     return Machine(name=name, memory=memory, host_memory=host, ranks_per_node=ranks_per_node)
 
 
@@ -341,8 +344,10 @@ def build_candidates(
 def _build_candidate(
     task: Task, name: str, cp: int, checkpointing: str, swap: int | str, max_tokens: int
 ) -> Candidate:
-    base, recipe = task.workload, task.workload.recipe
-    model, parallel = recipe.model.model_copy(update={"swap_blocks": swap}), recipe.parallel
+    base = task.workload
+    recipe = task.workload.recipe
+    model = recipe.model.model_copy(update={"swap_blocks": swap})
+    parallel = recipe.parallel
     if checkpointing != model.checkpointing:
         kept = {"saved_tensors": None, "offloaded_tensors": None, "checkpoint_blocks": "auto"}
         model = model.model_copy(update={"checkpointing": checkpointing, **kept})
@@ -383,7 +388,8 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str, swap: int |
         swap: value of `model.swap_blocks`.
     """
     build = partial(_build_candidate, task, name, cp, checkpointing, swap)
-    low, high = task.longest, max(task.workload.recipe.packing.max_tokens, task.longest)
+    low = task.longest
+    high = max(task.workload.recipe.packing.max_tokens, task.longest)
     best = build(high)
     if best.fits:
         return best
@@ -419,7 +425,8 @@ def _find_cure(task: Task, ds_name: str) -> str:
         task: the run and the machine. `task.ds_configs` contains the run's DeepSpeed JSON and other JSONs to try.
         ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
     """
-    recipe, longest = task.workload.recipe, task.longest
+    recipe = task.workload.recipe
+    longest = task.longest
     sizes = [recipe.parallel.context_size]
     # A new cp_size would contradict degrees that the recipe sets.
     if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):

@@ -46,7 +46,9 @@ from wands.planning.memory import BF16, FP8, FP32, Activations
 from wands.planning.workload import Workload
 from wands.variants import TEXT_LEN
 
-LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of the backward pass / FLOPs of the forward pass
+# FLOPs of the backward pass / FLOPs of the forward pass
+LINEAR_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5
 # Bytes that the pointwise operations of a block move in the forward pass, without and with model.compile, for each token and
 # channel of the residual stream, and for each token and hidden channel of the feed-forward layer. The backward pass moves twice
 # as many bytes. With recomputation, a step therefore moves the bytes of four forward passes for each token and channel:
@@ -146,8 +148,12 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
         machine: GPUs and links.
         lens: number of tokens of each clip in a bin.
     """
-    shape, cp, model = workload.shape, workload.cp_size, workload.recipe.model
-    layers, ulysses, ring = shape.num_layers, workload.ulysses_degree, workload.ring_degree
+    shape = workload.shape
+    cp = workload.cp_size
+    model = workload.recipe.model
+    layers = shape.num_layers
+    ulysses = workload.ulysses_degree
+    ring = workload.ring_degree
     tensor = workload.tensor_degree
     plan = ContextPlan.build(lens, ulysses_degree=ulysses, ring_degree=ring)
     share = min(workload.trained, shape.num_params) / shape.num_params
@@ -160,14 +166,16 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     linear, weight_product = _linear_seconds(workload, machine, matmuls, sum(lens) / cp)
     forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
     busiest = pairs / (cp * tensor) * plan.cost_balance()
-    attention, attention_backward = busiest / forward_speed, ATTENTION_BACKWARD * busiest / backward_speed
+    attention = busiest / forward_speed
+    attention_backward = ATTENTION_BACKWARD * busiest / backward_speed
     compiled = workload.compiled
     token_bytes = POINTWISE_BYTES[compiled] * shape.dim + ACTIVATION_BYTES * shape.ffn_dim / tensor
     pointwise = layers * token_bytes * sum(lens) / cp / machine.copy_bandwidth
     of_bin, of_clip = _LAUNCHES[compiled]
     of_bin += _TENSOR_LAUNCHES * (tensor > 1)
     launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
-    again, kept = model.num_recomputed(layers) / layers, {*model.kept_on_device, *model.kept_on_host}
+    again = model.num_recomputed(layers) / layers
+    kept = {*model.kept_on_device, *model.kept_on_host}
     attend_again = again * ("attn_output" not in kept)
     linear_backward = linear + (LINEAR_BACKWARD - 1.0) * share * weight_product
     forward = max(linear + attention + pointwise, launches)
@@ -184,7 +192,8 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     sums = layers * _sum_seconds(workload, machine, sum(lens) / cp, text_rows, 3 * (1 + again))
     kernels = attention / layers, attention_backward / layers
     one_way, back = ring_traffic(plan, own_dim, kernels, machine.ring_bandwidth(cp * tensor))
-    ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
+    ring_forward = one_way * layers
+    ring_backward = (back + one_way * attend_again) * layers
 
     compute = ((forward, ring_forward), (backward, ring_backward))
     zero, once = _zero_traffic(workload, machine, compute)
@@ -241,7 +250,8 @@ def _linear_seconds(workload: Workload, machine: Machine, flops: float, tokens: 
         flops: FLOPs of the linear layers in a forward pass on one rank.
         tokens: number of video tokens on one rank.
     """
-    recipe, shape = workload.recipe, workload.shape
+    recipe = workload.recipe
+    shape = workload.shape
     in_bf16 = flops / machine.linear_flops
     is_stored = recipe.lora is not None and recipe.lora.quantize == "fp8"
     if recipe.precision.linears == "bf16" and not is_stored:
@@ -271,7 +281,9 @@ def _zero_traffic(
         machine: GPUs and links.
         compute: (seconds of compute, time of the ring's transfers) for the forward pass, and then for the backward pass.
     """
-    gpus, num_params, stage = workload.zero_size, workload.shape.num_params, workload.zero_stage
+    gpus = workload.zero_size
+    num_params = workload.shape.num_params
+    stage = workload.zero_stage
     trained = min(workload.trained, num_params)
     if workload.tensor_degree > 1:
         num_params = sum(weight.numel for weight in workload.parts)
@@ -279,7 +291,9 @@ def _zero_traffic(
     size = FP32 if workload.recipe.precision.reduce == "fp32" else BF16
     # With tensor parallelism, as many groups of ranks as the degree share the network cards of a node.
     wire = (gpus - 1) / gpus / machine.world_bandwidth(workload.world_size, num_groups=workload.tensor_degree)
-    weights, gradients, once = num_params * size * wire, trained * size * wire, 0.0
+    weights = num_params * size * wire
+    gradients = trained * size * wire
+    once = 0.0
     if stage == 3:
         on_host = offload_device(workload.ds_config["zero_optimization"], "offload_param") != "none"
         fetched = FP32 * num_params / gpus / machine.host_bandwidth if on_host else 0.0
@@ -308,7 +322,8 @@ def ring_traffic(
         attention: seconds of one layer's attention on one rank: (forward pass, backward pass).
         bandwidth: bandwidth of the slowest link in bytes/s.
     """
-    degree, comm = plan.ring_degree, plan.comm_bytes(dim, BF16)
+    degree = plan.ring_degree
+    comm = plan.comm_bytes(dim, BF16)
     if degree == 1:
         return [Traffic(), Traffic()]
     block = comm.ring_forward / (degree - 1) / bandwidth

@@ -36,13 +36,16 @@ def read_model(
         ConfigError: if the model does not exist, is not a Wan model, or has experts with different configs. Also if
             `model.experts` is set for a model with one DiT, or the recipe's timesteps do not overlap with an expert's timesteps.
     """
-    path, flow, chosen = name or recipe.model.path, recipe.flow, recipe.model.experts
+    path = name or recipe.model.path
+    flow = recipe.flow
+    chosen = recipe.model.experts
     if not path:
         raise ConfigError(
             "model.path is not set; add --set model.path=DIR_OR_HUB_ID. With wands plan, you can instead name a published model, "
             "such as --variant wan2.1-t2v-14b."
         )
-    index, config = load_index(path), load_config(path)
+    index = load_index(path)
+    config = load_config(path)
     try:
         variant = variant_of(config, index, conditions)
     except ValueError as error:
@@ -64,8 +67,10 @@ def read_model(
                 f"model.path={path}: the configs of the two experts differ in {', '.join(differing)}, but must be equal; "
                 "use another pipeline."
             )
-        (least, most), (first, last) = expert.sigma_range, flow.sigma_range
-        low, high = max(least, first), min(most, last)
+        (least, most) = expert.sigma_range
+        (first, last) = flow.sigma_range
+        low = max(least, first)
+        high = min(most, last)
         if low >= high:
             raise ConfigError(
                 f"flow.min_timestep={flow.min_timestep:g} and flow.max_timestep={flow.max_timestep:g} leave no timestep of the "

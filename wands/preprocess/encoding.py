@@ -136,7 +136,8 @@ class _ClipEncoder:
     """
 
     def __init__(self, settings: EncodeSettings, slot: int, device: torch.device) -> None:
-        self.settings, self.device = settings, device
+        self.settings = settings
+        self.device = device
         self.writer = ThreadPoolExecutor(1, "write_samples")
         self.writes: deque[Future[None]] = deque()
         self.in_encoder = settings.work / f"encoding-{slot}"
@@ -147,7 +148,8 @@ class _ClipEncoder:
         self.samples = WriteAheadLog(settings.work / f"samples-{slot}.journal")
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
-        began, waited = time.monotonic(), 0.0
+        began = time.monotonic()
+        waited = 0.0
         batch: list[Window | ClipEnd] = []
         with closing(decode_clips(clips, self.settings, self.device.type == "cuda")) as pieces:
             if any(clip.decode for clip in clips):
@@ -245,7 +247,8 @@ class _ClipEncoder:
         A sample (the window with one of its captions) is missing if the cache does not contain it. If the process is killed while
         writing, either all samples of the record are stored, or none.
         """
-        clip, rows = window.clip, window.clip.lacks(window.suffix)
+        clip = window.clip
+        rows = window.clip.lacks(window.suffix)
         samples = []
         for row in rows:
             own = {"caption": row.caption, "license": row.license, "content": row.content}

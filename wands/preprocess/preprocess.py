@@ -117,7 +117,8 @@ def _lead(
     rows, rejected = read_source(options, files=clip_files_of(conditions))
     out = options.out
     if part:
-        rows, rejected = select_part(rows, options.source, part), select_part(rejected, options.source, part)
+        rows = select_part(rows, options.source, part)
+        rejected = select_part(rejected, options.source, part)
         out /= "part-{}-of-{}".format(*part)
         if not rows:
             raise DataError(
@@ -164,7 +165,9 @@ class PreprocessRun:
             pool: workers that encode.
             settings: settings that all workers share.
         """
-        self.writer, self.pool, self.settings = writer, pool, settings
+        self.writer = writer
+        self.pool = pool
+        self.settings = settings
         self.quarantine_path = writer.path / QUARANTINE_NAME
         self.quarantine: dict[str, str] = {}
         self.rejected: list[ClipEnd] = []
@@ -250,7 +253,8 @@ class PreprocessRun:
             if task is encode_clips and self._encode_suspects(items):
                 items = pending()
                 continue
-            slots, num_losses = self.pool.slots, len(self.losses)
+            slots = self.pool.slots
+            num_losses = len(self.losses)
             shares = {slot: items[number :: len(slots)] for number, slot in enumerate(slots)}
             # Events of other ranks arrive only at the end. The progress bar therefore counts the items of this rank.
             total = len(shares[slots[0]]) if self.pool.launched else len(items)
@@ -267,7 +271,8 @@ class PreprocessRun:
                 return
             failed = [loss.slot for loss in losses if loss.error]
             self.pool.slots = [slot for slot in slots if slot not in failed]
-            num_before, items = len(items), pending()
+            num_before = len(items)
+            items = pending()
             rounds = ROUNDS if len(items) < num_before else rounds - 1
             if items and not self.pool.slots:
                 raise next(loss.error for loss in losses if loss.error)

@@ -110,7 +110,8 @@ class SourceScan:
             quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
                 crashed a process or exceeded a time limit.
         """
-        self.spec, self.rejected = spec, list(rejected)
+        self.spec = spec
+        self.rejected = list(rejected)
         self.contents: dict[str, str] = {}
         self.clips: dict[tuple[str, str], Clip] = {}
         with ThreadPoolExecutor(SCAN_THREADS) as pool:  # many small reads: the threads wait for the disk
@@ -274,7 +275,8 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
     )
 
 
-_PIECE, _PIECES = 1 << 16, 8
+_PIECE = 1 << 16
+_PIECES = 8
 _WHOLE = 1 << 24
 
 

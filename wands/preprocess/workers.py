@@ -100,7 +100,8 @@ class WorkerPool:
         self.size = world_size if self.launched else workers
         self.rank = int(os.environ.get("RANK", "0")) if self.launched else 0
         self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank)) if self.launched else 0
-        self._device, self._text_device = device, text_device
+        self._device = device
+        self._text_device = text_device
         self._initialize = plugin_importer(imports)
         self.devices(self._local_rank)
         self.slots = list(range(self.size))

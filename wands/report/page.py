@@ -173,7 +173,8 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
     lines = []
     for name, style, x, y, band in drawn:
         at = extremes(y, MAX_POINTS)
-        x, y = x[at], y[at]
+        x = x[at]
+        y = y[at]
         outline = place(np.append(x, x[::-1]), np.append(band[0][at], band[1][at][::-1])) if band else ""
         texts = (Markup(" ".join(map(form.format, part))) for part, form in ((x, "{:.9g}"), (y, "{:.5g}")))
         lines.append((name, style, place(x, y), outline, *texts))
@@ -198,16 +199,21 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
             weights or "ema" for their moving average. Two keys are added to the row: "image" (thumbnail as a data URI, or None)
             and "link" (URI of the video, or "" if the page cannot show the video).
     """
-    grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
+    grids = []
+    left = MAX_VIDEO_BYTES
+    place = folder.resolve()
     for run in runs:
         steps = thin(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
-        shown, cells = [row for row in run["samples"] if row["step"] in steps], {}
+        shown = [row for row in run["samples"] if row["step"] in steps]
+        cells = {}
         for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
             image = find_file(run["folder"], row.get("thumbnail"), IMAGE_KINDS)
             video = find_file(run["folder"], row.get("video"), VIDEO_KINDS)
-            size, link = video.stat().st_size * 4 // 3 if video else 0, ""
+            size = video.stat().st_size * 4 // 3 if video else 0
+            link = ""
             if video and size <= left:
-                link, left = _data_uri(video), left - size
+                link = _data_uri(video)
+                left = left - size
             elif video and video.is_relative_to(place):
                 link = quote(video.relative_to(place).as_posix())
             cell = row | {"image": image and _data_uri(image), "link": link}
@@ -232,7 +238,9 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
 
     clips = (clip for event in reversed(run["events"]) for clip in event.get("clips", ()))
     names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]} - {None}
-    data, metas, images = run["recipe"].get("data") or {}, dict[str, Any](), dict[str, Markup]()
+    data = run["recipe"].get("data") or {}
+    metas = dict[str, Any]()
+    images = dict[str, Markup]()
     sources: list[Any] = [{"path": data.get("cache")}]
     if isinstance(data.get("sources"), list):
         sources = data["sources"]

@@ -60,12 +60,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     # A section that is off by default has no keys to compare with.
     defaults = {key: value or {} for key, value in Recipe().model_dump(mode="json").items()}
     changes = differences(recipe, defaults)
-    metrics, events = list(_rows(folder / "metrics.jsonl")), list(_rows(folder / "events.jsonl"))
+    metrics = list(_rows(folder / "metrics.jsonl"))
+    events = list(_rows(folder / "events.jsonl"))
     evaluations = list(_rows(folder / "evaluations.jsonl"))
     starts = [row for row in events if row["event"] in ("start", "restart")] or [{"step": 0}]
     state = next((_STATES[row["event"]] for row in reversed(events) if row["event"] in _STATES), "running")
-    steps, seconds = np.array([row["step"] for row in metrics], np.int64), column(metrics, "seconds")
-    step, total = max([*steps[-1:], starts[-1]["step"]]), starts[-1].get("total_steps")
+    steps = np.array([row["step"] for row in metrics], np.int64)
+    seconds = column(metrics, "seconds")
+    step = max([*steps[-1:], starts[-1]["step"]])
+    total = starts[-1].get("total_steps")
     typical = float(np.nanmedian(seconds[-50:])) if np.isfinite(seconds[-50:]).any() else 0.0
     silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime if metrics else 0.0
     state = "silent" if state == "running" and silence > max(1800.0, 20 * typical) else state
@@ -238,7 +241,8 @@ def is_learning(run: Mapping[str, Any]) -> list[str]:
     Args:
         run: result of `read_run`.
     """
-    evaluations, grad_norms = run["evaluations"]["raw"], column(run["metrics"], "grad_norm")
+    evaluations = run["evaluations"]["raw"]
+    grad_norms = column(run["metrics"], "grad_norm")
     if len(grad_norms) and not grad_norms.any():
         return ["No: the gradient of every step is 0, so no weight changes."]
     means = column([row.get("change") or {} for row in evaluations], "mean")
@@ -251,9 +255,11 @@ def is_learning(run: Mapping[str, Any]) -> list[str]:
             "draws other noise levels."
         ]
     rows = np.array(evaluations, object)
-    best, last = rows[np.nanargmin(means)], rows[np.isfinite(means)][-1]
+    best = rows[np.nanargmin(means)]
+    last = rows[np.isfinite(means)][-1]
     mean, low, high = (column([last["change"]], key)[0] for key in ("mean", "low", "high"))
-    word, relation = "Not visible yet", "may be the same as"
+    word = "Not visible yet"
+    relation = "may be the same as"
     if high < 0 or low > 0:
         word, relation = ("Yes", "is lower than") if high < 0 else ("No", "is higher than")
     interval = f"95 % interval {low:+.5f} to {high:+.5f}" if low <= high else "no interval: too few clips"
@@ -263,7 +269,8 @@ def is_learning(run: Mapping[str, Any]) -> list[str]:
         rise = mean - best["change"]["mean"]
         sentences.append(f"The loss was lowest at step {best['step']:,} and has risen by {rise:.5f} since.")
     of_train = [column([last.get("train_change") or {}], key)[0] for key in ("mean", "low", "high")]
-    parting, margin = mean - of_train[0], math.hypot(high - low, of_train[2] - of_train[1]) / 2
+    parting = mean - of_train[0]
+    margin = math.hypot(high - low, of_train[2] - of_train[1]) / 2
     if math.isfinite(parting - margin):
         grows = parting > margin
         text = f"The loss gap between held-out and train clips has {'' if grows else 'not clearly '}grown since step 0"

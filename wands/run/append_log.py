@@ -49,7 +49,8 @@ class AppendLog:
             os.close(open_own_file(path, os.O_RDONLY))
         self.path = path
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
-        self._num_lost, self._failed = 0, False
+        self._num_lost = 0
+        self._failed = False
 
     def append(self, *records: bytes) -> None:
         """Append records (lines) to the file. A failed write raises no error; the next call writes these records first."""
@@ -60,7 +61,8 @@ class AppendLog:
             if self._failed:
                 _log.error("the log %s can be written again; missing records: %d", self.path, self._num_lost)
             self._waiting.clear()
-            self._num_lost, self._failed = 0, False
+            self._num_lost = 0
+            self._failed = False
         except (OSError, WandsError) as error:  # WandsError: a link or a named pipe
             if not self._failed:
                 _log.error(_FAILURE, self.path, one_line(error))

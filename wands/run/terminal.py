@@ -31,7 +31,8 @@ class Terminal:
     """
 
     def __init__(self, echo: Log | None) -> None:
-        self._echo, self._last = echo, time.monotonic()
+        self._echo = echo
+        self._last = time.monotonic()
         self._live = Live(console=Console(), auto_refresh=False, transient=True)
         if echo and sys.stdout.isatty() and self._live.console.is_interactive:
             self._live.start()

@@ -104,7 +104,8 @@ class Trackers:
 
         A failure pauses the tracker for 10 times the duration of the failed call. Only the first failure of a tracker is logged.
         """
-        began, tracker = time.monotonic(), self._trackers[name]
+        began = time.monotonic()
+        tracker = self._trackers[name]
         if began < self._retry_at.get(name, 0):
             return
         try:

@@ -19,12 +19,19 @@ from wands.files import atomic_path
 
 CELL = (256, 144)
 """Largest width and height of a frame on the sheet, in pixels."""
-MARGIN, FRAME_GAP, SIDE_GAP, ROW_GAP, LABEL_GAP = 20, 4, 28, 18, 6
+MARGIN = 20
+FRAME_GAP = 4
+SIDE_GAP = 28
+ROW_GAP = 18
+LABEL_GAP = 6
 MIN_WIDTH = 480
 """Smallest width of a row in pixels, so that the caption of a narrow video has enough room."""
 LABEL_LINES = 2
 _NOTHING = Image.new("RGB", (0, 0))
-TEXT, FAINT, PAPER, LINE = (28, 28, 30), (110, 110, 118), (255, 255, 255), (222, 222, 226)
+TEXT = (28, 28, 30)
+FAINT = (110, 110, 118)
+PAPER = (255, 255, 255)
+LINE = (222, 222, 226)
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,8 @@ def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], w
         width: width of the row in pixels.
     """
     font = _font(15)
-    lines, line_height = _wrap_text(label, font, width), _line_height(font)
+    lines = _wrap_text(label, font, width)
+    line_height = _line_height(font)
     top = len(lines) * line_height + LABEL_GAP
     band = Image.new("RGB", (width, top + max(strip.height for strip in strips)), PAPER)
     for i, line in enumerate(lines):

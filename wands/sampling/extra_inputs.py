@@ -55,7 +55,8 @@ def read_inputs(requests: Sequence[SampleRequest], variant: Variant) -> tuple[li
     """
     kinds = {kind.column: kind for kind in clip_files_of(variant.extra)}
     flag = flag_of("inputs")
-    files, problems = list[Files](), []
+    files = list[Files]()
+    problems = []
     for request in requests:
         found = {}
         for column in request.inputs.keys() - kinds.keys():
@@ -129,7 +130,8 @@ def encode_inputs(request: SampleRequest, files: Files, variant: Variant, encode
         files={column: torch.from_numpy(np.ascontiguousarray(array)) for column, array in files.items()},
         size=size,
     )
-    channels, tokens = [], []
+    channels = []
+    tokens = []
     for condition in variant.extra:
         lacks = any(kind.column not in files for kind in condition.files)
         arrays = condition.absent(size) if lacks else condition.request(clip, encoders)

@@ -34,7 +34,8 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
         (images of each request, error texts). There is one error text for each file that cannot be used.
     """
     read = functools.cache(read_image)  # many prompts may share an image
-    images, problems = list[ConditionImages](), []
+    images = list[ConditionImages]()
+    problems = []
     for request in requests:
         given: dict[str, Image.Image] = {}
         for key, path in (("image", request.image), ("last_image", request.last_image)):

@@ -146,7 +146,8 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
             parameter.data = update.merge(name, parameter.data, lora.scale).to(parameter.dtype)
     scales: dict[str, dict[str, float]] = {}
     for number, (lora, part, update) in enumerate(updates):
-        model, name = getattr(pipeline, part), f"lora_{number}"
+        model = getattr(pipeline, part)
+        name = f"lora_{number}"
         if not update.pairs:
             continue
         try:
@@ -184,7 +185,8 @@ def _read(lora: Lora, file: FoundLora, pipeline: Any) -> dict[str, LoraUpdate]:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     for part, update in updates.items():
-        model, total = getattr(pipeline, part), len(update.shapes)
+        model = getattr(pipeline, part)
+        total = len(update.shapes)
         missing = update.find_missing(model, lora.label)
         if len(missing) == total:
             raise ConfigError(

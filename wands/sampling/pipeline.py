@@ -95,7 +95,8 @@ def find_pipeline(
     Raises:
         ConfigError: if the model does not exist or is not a Wan pipeline, or if its components do not fit each other.
     """
-    name, replaced = str(model), dits or {}
+    name = str(model)
+    replaced = dits or {}
     label = f"--model={name}"
     root = fetch_model(name, key="--model", allow=("model_index.json", "*/config.json"))
     index = _read_pipeline_config(root / "model_index.json", label)
@@ -123,13 +124,16 @@ def find_pipeline(
                 f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Pass a DiT of this "
                 "pipeline to --transformer, or set --model to a pipeline with two experts."
             )
-    sources, configs = {}, []
+    sources = {}
+    configs = []
     for part in parts:
         dit = sources[part] = replaced.get(part) or DiTSource(name, part, label)
         folder = (Path(dit.folder) if part in replaced else root) / dit.subfolder
         configs.append(dit.config or _read_pipeline_config(folder / "config.json", dit.label))
         find_weights(folder, DIT_STEM)  # refuses pickles
-    config, other, origin = configs[0], configs[-1], sources["transformer"].label
+    config = configs[0]
+    other = configs[-1]
+    origin = sources["transformer"].label
     try:
         variant = variant_of(config, index, conditions)
     except ValueError as error:

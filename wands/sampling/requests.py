@@ -67,7 +67,8 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
         None if the value is valid. Otherwise a text with the broken rule and the nearest valid values.
     """
     axis = ("num_frames", "height", "width").index(key)
-    stride, patch = variant.vae_stride[axis], variant.dit.patch_size[axis]
+    stride = variant.vae_stride[axis]
+    patch = variant.dit.patch_size[axis]
     first, step = (1, stride) if axis == 0 else (0, stride * patch)
     below = (value - first) // step * step + first
     if value == below:
@@ -113,7 +114,8 @@ def read_prompts(path: Path) -> list[SampleRequest]:
             rows += read_table(path)
     except DataError as error:
         raise ConfigError(str(error).replace(f"SOURCE={path}", label)) from None
-    requests, problems = [], []
+    requests = []
+    problems = []
     for number, row in rows:
         try:
             requests.append(SampleRequest(**_request_fields(row, path.parent)))
@@ -164,7 +166,8 @@ def build_requests(
     """
     if not prompts:
         return [], ["--prompt is missing. Add --prompt TEXT at least once, or --prompts-file FILE."]
-    columns, problems = {}, []
+    columns = {}
+    problems = []
     for key, given in options.items():
         values = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
         if len(values) == len(prompts):
@@ -232,9 +235,12 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
     for key in ("height", "width", "num_frames"):
         if text := size_problem(variant, key, size := getattr(request, key)):
             yield f"{flag_of(key)}={size}", text
-    name, conditions = variant.name, variant.conditions
-    can_start, must_end = {"image", "first_frame"} & set(conditions), "last_image" in conditions
-    image, last_image = f"--image={request.image}", f"--last-image={request.last_image}"
+    name = variant.name
+    conditions = variant.conditions
+    can_start = {"image", "first_frame"} & set(conditions)
+    must_end = "last_image" in conditions
+    image = f"--image={request.image}"
+    last_image = f"--last-image={request.last_image}"
     if request.image is None and "image" in conditions:
         yield "--image", f"is missing, and {name} starts from an image. Add --image PATH."
     if request.image is not None and not can_start:

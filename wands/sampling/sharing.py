@@ -62,7 +62,8 @@ def plan_ranks(
     Raises:
         ConfigError: if the degrees do not fit the model or the number of ranks.
     """
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
     options = {"--ulysses-degree": ulysses_degree, "--ring-degree": ring_degree}
     given = {flag: value for flag, value in options.items() if value is not None}
     product = (ulysses_degree or 1) * (ring_degree or 1)
@@ -246,9 +247,11 @@ class ShardedAttentionProcessor:
         Returns:
             Tensor of the shape of `hidden_states`.
         """
-        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        q = attn.norm_q(attn.to_q(hidden_states))
+        k = attn.norm_k(attn.to_k(hidden_states))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
-        q, k = _rotate_as_diffusers(q, *rotary_emb), _rotate_as_diffusers(k, *rotary_emb)
+        q = _rotate_as_diffusers(q, *rotary_emb)
+        k = _rotate_as_diffusers(k, *rotary_emb)
         samples = zip(q, k, v, strict=True)
         out = torch.stack([self.self_attention(*sample, self.meta) for sample in samples])
         for module in attn.to_out:
@@ -360,6 +363,7 @@ def _rotate_as_diffusers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     diffusers has the same function, but wands cannot import it, because diffusers defines it inside another function.
     """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    cos = cos[..., 0::2]
+    sin = sin[..., 1::2]
     rotated = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
     return rotated.flatten(-2).type_as(x)

@@ -49,7 +49,8 @@ from wands.transfer import to_device
 GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
 TEXT_LENS = [9, 40, 1]
 SEED = 0
-OUTPUT_BOUND, GRADIENT_BOUND = 1e-4, 1e-3
+OUTPUT_BOUND = 1e-4
+GRADIENT_BOUND = 1e-3
 """Largest relative errors of the velocity and of the gradients in fp32.
 
 Correct code adds the same numbers in a different order, in the forward and backward pass of 40 blocks. The errors from
@@ -135,7 +136,8 @@ def _judge(found: Comparison, names: Collection[str], bound: float) -> Result:
     )
     why = "fp32 sums in a different order"
     if found.rounded is not found.expected:
-        bound, why = BF16_FACTOR * rounded, f"{BF16_FACTOR:g} x the error of a correct answer in bf16"
+        bound = BF16_FACTOR * rounded
+        why = f"{BF16_FACTOR:g} x the error of a correct answer in bf16"
     return judge_error(tested, bound, why, found.origin)
 
 
@@ -153,7 +155,9 @@ class PackedSamples:
                 drawn from the range on which this DiT is trained.
             i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
         """
-        self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
+        self.setup = setup
+        self.shape = setup.variant.dit
+        self.sigma_range = setup.expert.sigma_range
         self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
         pt, ph, pw = self.shape.patch_size
         shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
@@ -186,7 +190,8 @@ class PackedSamples:
         Returns:
             Velocities and gradients of the whole bin. If all ranks share the bin, every rank returns equal values.
         """
-        device, mine = self.setup.device, layout or self.whole
+        device = self.setup.device
+        mine = layout or self.whole
         part = self.batch.rank_slice(mine)
         noisy = add_noise(
             part.tokens, mine, part.keys, self.flow, SEED, part.num_cond_tokens, self.sigma_range
@@ -194,7 +199,8 @@ class PackedSamples:
         part, noisy = to_device((part, noisy), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             out = model(**part.model_inputs(noisy.tokens, noisy.timesteps))
-        out, index = out[: mine.num_valid].float(), mine.token_index[: mine.num_valid]
+        out = out[: mine.num_valid].float()
+        index = mine.token_index[: mine.num_valid]
         (out * self.directions[index].to(device)).sum().backward()
         outputs = torch.zeros(self.directions.shape, device=device)
         outputs.index_add_(0, index.to(device), out.detach())
@@ -214,7 +220,9 @@ class PackedSamples:
         Returns:
             Velocities of the samples and gradients of the model.
         """
-        batch, device, patch = self.batch, self.setup.device, self.shape.patch_size
+        batch = self.batch
+        device = self.setup.device
+        patch = self.shape.patch_size
         has = self.setup.has
         noises = draw_noise(self.whole, batch.keys, SEED, batch.tokens.shape[1]).split(batch.seq_lens)
         directions = self.directions.to(device).split(batch.seq_lens)
@@ -263,7 +271,8 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None, name
-            answer[name], parameter.grad = parameter.grad.float(), None
+            answer[name] = parameter.grad.float()
+            parameter.grad = None
     return answer
 
 
@@ -276,7 +285,9 @@ def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
         setup: the model, the DiT that is tested, and the settings of the checks.
         i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
     """
-    bin, subfolder, answers = PackedSamples(setup, i2v_ratio), setup.expert.subfolder, []
+    bin = PackedSamples(setup, i2v_ratio)
+    subfolder = setup.expert.subfolder
+    answers = []
     source = DiTSource(str(setup.folder), subfolder, f"--model={setup.folder}: {subfolder}")
     for dtype in dict.fromkeys((torch.float32, setup.dtype)):
         stock = load_dit(source, dtype).to(setup.device).eval()
@@ -312,7 +323,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
         )
     dims = plan_ranks(setup.variant)
     groups = ProcessGroups.build(dims, device)
-    bin, dtype = PackedSamples(setup, i2v_ratio=1.0), setup.dtype
+    bin = PackedSamples(setup, i2v_ratio=1.0)
+    dtype = setup.dtype
     # If ranks have GPUs, at most one copy of the model at a time is in a node's host memory.
     for turn in range(dist.get_world_size()):
         if turn == int(os.environ["LOCAL_RANK"]):

@@ -23,7 +23,8 @@ from wands.patches import condition_channels, patchify
 from wands.selftest.parity_setup import Result, Setup, Skipped, judge, judge_error, relative_error
 from wands.selftest.stock import OFFICIAL_TEXT_LEN
 
-MEAN_BAND, STD_BAND = 0.5, (0.3, 1.6)
+MEAN_BAND = 0.5
+STD_BAND = (0.3, 1.6)
 """Largest absolute mean, and range of the standard deviation, of the normalized latents of an ordinary clip.
 
 Without normalization, the latents of Wan 2.1 would have a standard deviation of about 2.2.
@@ -54,7 +55,8 @@ class VaePart:
         Raises:
             ConfigError: if the VAE is missing or cannot be loaded.
         """
-        self.setup, self.encoder = setup, WanVideoEncoder.load(setup.folder, setup.device)
+        self.setup = setup
+        self.encoder = WanVideoEncoder.load(setup.folder, setup.device)
         self.has_last = setup.has("last_image")
         self.parts = {"tokenizer": None, "text_encoder": None, "vae": self.encoder.vae}
         no_noise = MagicMock(add_noise=lambda latents, *_: latents)
@@ -69,7 +71,8 @@ class VaePart:
 
         If the model takes a last image, the pipeline also gets the last frame of the clip.
         """
-        expand_timesteps, device = self.setup.has("first_frame"), self.setup.device
+        expand_timesteps = self.setup.has("first_frame")
+        device = self.setup.device
         pipeline = WanImageToVideoPipeline(**self.parts, scheduler=None, expand_timesteps=expand_timesteps)
         _, num_frames, height, width = self.pixels.shape
         pixels = self.pixels[None].to(device)
@@ -92,7 +95,8 @@ def check_pixels(part: VaePart) -> Result:
 
 def check_latents(part: VaePart) -> Result:
     """Compare the normalized latents of `wands preprocess` with the latents of diffusers' stock pipeline."""
-    latents, variant = part.encoder.encode(part.pixels), part.setup.variant
+    latents = part.encoder.encode(part.pixels)
+    variant = part.setup.variant
     shape = [variant.dit.out_channels, *variant.latent_size(*part.pixels.shape[1:])]
     if list(latents.shape) != shape:
         return Result.of(False, f"latents {list(latents.shape)}", f"{shape}, the shape of {variant.name}")
@@ -110,7 +114,9 @@ def check_statistics(part: VaePart) -> Result:
     values, and neither passes nor fails.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
-    number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
+    number = f"mean {mean:.3f}, std {std:.3f}"
+    passed = None
+    bounds = []
     if part.setup.is_published:
         distance = _distance_from_published(part.encoder.vae)
         passed = distance <= 1e-3
@@ -129,7 +135,8 @@ def _distance_from_published(vae: AutoencoderKLWan) -> float:
     Only the mean and the standard deviation of the latents are compared. The number of latent channels determines whether the
     published values are from Wan 2.1 or Wan 2.2.
     """
-    table, defaults = LATENTS_22, inspect.signature(AutoencoderKLWan.__init__).parameters
+    table = LATENTS_22
+    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
     if vae.config.z_dim == defaults["z_dim"].default:  # Wan 2.1
         table = {key: defaults[key].default for key in LATENTS_22}
     pairs = [(torch.tensor(vae.config[key]), torch.tensor(table[key])) for key in table]
@@ -221,7 +228,8 @@ class TextPart:
             ConfigError: if the tokenizer or UMT5 is missing or cannot be loaded.
         """
         self.pipeline = _load_stock(setup, setup.dtype, "text encoder", "tokenizer", "text_encoder")
-        self.tokenizer, self.model = self.pipeline.tokenizer, self.pipeline.text_encoder
+        self.tokenizer = self.pipeline.tokenizer
+        self.model = self.pipeline.text_encoder
         self.model.requires_grad_(False)
 
     def encode(self, caption: str) -> Tensor:
@@ -264,7 +272,8 @@ def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Result
 
 def check_tied(part: TextPart) -> Result:
     """Check that the encoder of UMT5 uses the trained token embedding `shared.weight` itself, and not a separate tensor."""
-    used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
+    used = part.model.encoder.embed_tokens.weight
+    trained = part.model.shared.weight
     error = float((used - trained).abs().max())
     same = used.data_ptr() == trained.data_ptr()
     number = f"encoder.embed_tokens is {'' if same else 'not '}shared.weight, largest difference {error:.2g}"

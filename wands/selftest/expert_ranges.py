@@ -73,7 +73,8 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         setup: the tested model, which has two DiTs.
         timesteps: timesteps in descending order.
     """
-    latents, dits = torch.zeros(1, 16, 1, 2, 2), MagicMock()
+    latents = torch.zeros(1, 16, 1, 2, 2)
+    dits = MagicMock()
     for name in EXPERTS:
         config = SimpleNamespace(in_channels=16, image_dim=None, patch_size=(1, 2, 2))
         getattr(dits, name).configure_mock(config=config, dtype=torch.float32, return_value=(latents,))

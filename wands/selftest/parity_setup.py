@@ -22,7 +22,9 @@ from wands.model.files.hub import fetch_model, is_hub_id
 from wands.model.files.loading import load_config
 from wands.variants import VARIANTS, Expert, Variant
 
-NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
+NUM_FRAMES = 13
+HEIGHT = 128
+WIDTH = 192
 """Number of frames, height and width of the synthetic clip.
 
 A clip that the user gives with --clip is shortened to at most `NUM_FRAMES` frames. The frames of this clip are scaled
@@ -199,7 +201,8 @@ def relative_error(measured: Tensor, expected: Tensor) -> float:
 
     Return infinity if the shapes differ or a value is not finite.
     """
-    measured, expected = measured.detach().double().cpu(), expected.detach().double().cpu()
+    measured = measured.detach().double().cpu()
+    expected = expected.detach().double().cpu()
     if measured.shape != expected.shape:
         return float("inf")
     error = float((measured - expected).norm() / expected.norm().clamp(min=1e-30))

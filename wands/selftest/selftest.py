@@ -119,7 +119,8 @@ def _run_checks(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
     first of these checks and deleted after the last.
     """
     for load, checks_of_part in groupby(checks, key=lambda check: check.load):
-        part, problem = None, ""
+        part = None
+        problem = ""
         for check in checks_of_part:
             if not _is_chosen(check.name, setup.options.only):
                 continue
@@ -150,8 +151,10 @@ def _is_chosen(name: str, only: tuple[str, ...]) -> bool:
 
 def _inapplicable(check: Check, setup: Setup) -> str:
     """Return the reason why a check does not apply to this model or this number of processes, or "" if the check applies."""
-    is_alone, needs_ranks = os.environ.get("WORLD_SIZE", "1") == "1", check.name.startswith("cp.")
-    name, command = setup.variant.name, f"wands selftest --model {setup.options.model}"
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    needs_ranks = check.name.startswith("cp.")
+    name = setup.variant.name
+    command = f"wands selftest --model {setup.options.model}"
     if check.condition and not setup.has(check.condition):
         return f"{name} does not take the condition {check.condition}"
     if check.name.startswith("experts") and setup.variant.boundary_ratio is None:

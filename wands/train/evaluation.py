@@ -204,7 +204,8 @@ class Evaluator(Job):
             finite = {key: value for key, value in curves.items() if value is not None}
             self._training.trackers.log(row["step"], finite)
         write_report(self._run.output_dir)
-        weights, patience = rows[-1]["weights"], self._config.patience
+        weights = rows[-1]["weights"]
+        patience = self._config.patience
         past = [row for row in self._rows if row["weights"] == weights and row[HELD_OUT] is not None]
         best = last_improvement(self._plan, past)
         waited = sum(row["step"] > best for row in past)
@@ -389,7 +390,8 @@ def paired_change(
     """
     rows = zip(plan.clips, values, base, strict=True)
     differences = [a - b for clip, a, b in rows if clip.side == side and a is not None and b is not None]
-    num, z = len(differences), _Z_QUANTILE
+    num = len(differences)
+    z = _Z_QUANTILE
     mean = float(np.mean(differences)) if num else 0.0
     if num < 2:
         return {"mean": mean, "low": None, "high": None} if num else None

@@ -24,7 +24,9 @@ from wands.run.sizes import step_flops
 from wands.train.prepared_run import PreparedRun
 from wands.variants import Expert, Variant
 
-HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"
+HELD_OUT = "held_out"
+TRAIN = "train"
+PLAN_FILE = "evaluation.json"
 QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3, 1)}
 """Maps each allowed number of noise levels to their quantiles. For example, 9 maps to 0.1, 0.2, ... 0.9."""
 USUAL_CLIPS = 4

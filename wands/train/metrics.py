@@ -121,7 +121,8 @@ class StepLog(Job):
         self._trackers.log(step, curves(row))
         loss = fmean([loss for _, loss in self.history[-NUM_RECENT:]] or [math.nan])
         held_out = f"  held-out {self.held_out:.4f}" if self.held_out is not None else ""
-        left, memory = timedelta(seconds=round(row["eta_seconds"])), row["device_peak"] or row["host_peak"]
+        left = timedelta(seconds=round(row["eta_seconds"]))
+        memory = row["device_peak"] or row["host_peak"]
         speed = f"{row['tokens_per_second']:,.0f} tok/s  {memory / 2**30:.1f} GiB"
         line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {left} left  {speed}"
         if isinstance(self._log, Terminal) and self._log.show(line):

@@ -197,7 +197,8 @@ def prepare_run(
     )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
     check("objective", lambda: objective.setup(recipe, variant), "model files", "flow", "loss", "train")
-    seed, fingerprint = recipe.train.seed, dict if published else partial(encoders, path)
+    seed = recipe.train.seed
+    fingerprint = dict if published else partial(encoders, path)
     read_data = partial(open_data, recipe.data, variant, seed, fingerprint)
     data = check("data files", read_data, "data", "model files")
     if problems.passed("data") and variant is None:

@@ -56,7 +56,9 @@ def profiled_steps(training: Training, batches: Iterable[T], start_step: int) ->
         batches: batches of the steps after `start_step`.
         start_step: number of finished steps.
     """
-    config, total, iterator = training.recipe.profile, training.total_steps, iter(batches)
+    config = training.recipe.profile
+    total = training.total_steps
+    iterator = iter(batches)
     first = max(config.start, start_step + 1) if config else total + 1
     yield from islice(iterator, first - 1 - start_step)
     if config and first <= total:
@@ -93,7 +95,9 @@ def memory_snapshots(training: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _record(training: Training, first: int, number: int) -> Iterator[None]:
-    on_gpu, memory, ring = training.device.type == "cuda", torch.cuda.memory, training.groups.ring
+    on_gpu = training.device.type == "cuda"
+    memory = torch.cuda.memory
+    ring = training.groups.ring
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
     with contextlib.ExitStack() as stack:
         for engine in training.engines.values():
@@ -220,7 +224,8 @@ def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
         event: record of one call of the operator.
         ring_rank: rank of this process in its ring (ranks that exchange keys and values).
     """
-    shapes, values = event.input_shapes, event.concrete_inputs
+    shapes = event.input_shapes
+    values = event.concrete_inputs
     if event.name == "wands::ring_forward":
         return attention_flops(shapes[0], values[3], values[4], ring_rank)
     if event.name == "wands::ring_backward":

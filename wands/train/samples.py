@@ -244,7 +244,8 @@ class DiTAdapter(nn.Module):
         Returns:
             A tuple with one item: the velocity, fp32 [1, noisy channels, f, h, w], equal on all ranks of the group.
         """
-        config, image = self.config, more.get("encoder_hidden_states_image")
+        config = self.config
+        image = more.get("encoder_hidden_states_image")
         grid = grid_size(tuple(hidden_states.shape[2:]), config.patch_size)
         meta, index, order = token_index(grid, self._groups.dims, self.device)
         timesteps = timestep.float().flatten()
@@ -265,7 +266,9 @@ class _StoredVae(nn.Module):
 
     def __init__(self, config: Any, device: torch.device, latents: Tensor | None = None) -> None:
         super().__init__()
-        self.config, self.device, self.dtype = config, device, torch.float32
+        self.config = config
+        self.device = device
+        self.dtype = torch.float32
         self.encode = lambda _: SimpleNamespace(latents=latents)  # where diffusers looks for them
 
 
@@ -371,7 +374,8 @@ class RunSamples(Job):
             self._draw_sheet(step, kinds)
         except Exception as error:  # the error of any library, such as a full disk, must not end the run
             training.log(f"step {step}: the contact sheet could not be made: {one_line(error)}.")
-        seconds, folder = time.perf_counter() - started, self._folder / step_name(step)
+        seconds = time.perf_counter() - started
+        folder = self._folder / step_name(step)
         training.log(f"step {step}: {len(rows)} samples in {seconds:.1f} s in {folder}")
         write_report(training.output_dir)
 
@@ -411,10 +415,8 @@ class RunSamples(Job):
             return {"number": number, "weights": kind, "reason": one_line(error)}
         finally:
             self._vae.to(self._home)
-        video, seconds = (
-            str(stem.relative_to(self._training.output_dir)),
-            round(time.perf_counter() - started, 3),
-        )
+        video = str(stem.relative_to(self._training.output_dir))
+        seconds = round(time.perf_counter() - started, 3)
         row = {"step": step, "weights": kind, "number": number, **request.model_dump(), "seconds": seconds}
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
@@ -435,7 +437,8 @@ class RunSamples(Job):
         images = {key: blank for key in ("image", "last_image") if getattr(request, key)}
         view: Any = pipeline_for(self._pipeline, request, images)
         view.set_progress_bar_config(disable=True)
-        view.encode_prompt, view.encode_image = lambda *_, **__: texts, lambda *_: embeds
+        view.encode_prompt = lambda *_, **__: texts
+        view.encode_image = lambda *_: embeds
         view.vae = _StoredVae(self._vae.config, device, latents)
         return view, images
 

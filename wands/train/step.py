@@ -117,7 +117,9 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
     if is_bad is None:
         engine.step()
         return False, engine.get_global_grad_norm() if norm is None else norm
-    optimizer, stage, bad = engine.optimizer, engine.zero_optimization_stage(), False
+    optimizer = engine.optimizer
+    stage = engine.zero_optimization_stage()
+    bad = False
 
     def judge(**_: Any) -> Any:
         nonlocal norm, bad

@@ -163,7 +163,8 @@ def _trained(recipe: Recipe, model: RunModel, is_new: bool) -> list[str]:
     """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
     experts (DiTs for high and low noise) and the moving average.
     """
-    expert, two_experts = model.experts[0], len(model.variant.experts) > 1
+    expert = model.experts[0]
+    two_experts = len(model.variant.experts) > 1
     lines = []
     for merge in recipe.model.merge_loras:
         files = find_merge_loras(merge, expert, recipe.model.experts) if two_experts else []
@@ -200,7 +201,8 @@ def _storage(recipe: Recipe) -> list[str]:
     """Return lines about the storage of the model: dtypes of weights and gradients, fp32 master weights, and the quantization
     of a LoRA's base model.
     """
-    weights, compute = recipe.precision.weights, recipe.precision.compute
+    weights = recipe.precision.weights
+    compute = recipe.precision.compute
     lines = [f"weights {weights}"]
     if weights == "bf16":
         lines = ["weights bf16 (linear layers, patches), fp32 (time embedding, modulation, norms, head)"]

@@ -118,10 +118,13 @@ class BadSteps:
             DataError: on all ranks, if a bad update ends the run. With `train.on_bad_step=stop`, every bad update ends the run.
                 With `skip`, a bad update ends the run if more than `train.max_bad_steps` updates of the run were skipped.
         """
-        step, norm, budget = plan.step + 1, result.grad_norm, self._config.max_bad_steps
+        step = plan.step + 1
+        norm = result.grad_norm
+        budget = self._config.max_bad_steps
         if not plan.num_samples:
             return
-        past, event = self.state[expert.subfolder], "bad update"
+        past = self.state[expert.subfolder]
+        event = "bad update"
         if not result.skipped and math.isfinite(loss) and math.isfinite(norm):
             event = "spike"
             is_judged = self._config.on_bad_step == "stop" and len(past) >= MIN_UPDATES

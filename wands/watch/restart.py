@@ -54,7 +54,10 @@ class RestartingAgent(LocalElasticAgent):
 
     def __init__(self, spec: Any, **options: Any) -> None:
         super().__init__(spec, **options)
-        self._args, self._checkpoints, self._num_restarts, self._is_path = spec.args, Path(), 0, False
+        self._args = spec.args
+        self._checkpoints = Path()
+        self._num_restarts = 0
+        self._is_path = False
         words = list(spec.args[spec.args.index("train") + 1 :])
         with suppress(Exception):  # the workers report a wrong command line or recipe
             train = build_command(TrainOptions, lambda options: options).main(words, standalone_mode=False)

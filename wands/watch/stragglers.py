@@ -46,7 +46,8 @@ class ComputeTimes:
         self._events = events
         self._log = log
         self._hosts = gather_objects(socket.gethostname())
-        self._marks, self._num_inputs = list[Any](), 0
+        self._marks = list[Any]()
+        self._num_inputs = 0
         self._steps = deque[tuple[float, float]](maxlen=WINDOW)
         for model in models:
             for name, layer in model.named_modules():
@@ -88,7 +89,8 @@ class ComputeTimes:
         else:
             seconds = sum(end - begin for begin, end in pairs)
         self._steps.append((seconds, seconds / max(self._num_inputs, 1)))
-        self._marks, self._num_inputs = [], 0
+        self._marks = []
+        self._num_inputs = 0
         if step % WINDOW or len(self._steps) < WINDOW:
             return None
         # A single stall, such as a garbage collection, does not change a median.

@@ -44,13 +44,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST = 2.0
 """Seconds in which several signals count as one request. A worker receives Ctrl-C from the terminal and from the launcher."""
 
-STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
+STEP_FACTOR = 10.0
+STEP_FLOOR = 300.0
 """If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest
 duration of the last 50 steps, and STEP_FLOOR seconds.
 """
 
 _TICK = 1.0
-_HANG_WAIT, _LOSS_WAIT = 15.0, 3.0
+_HANG_WAIT = 15.0
+_LOSS_WAIT = 3.0
 """Seconds that a rank waits for the stack traces of the other ranks: after work that does not end in time, and after a lost
 connection. The second is short, because launchers soon kill the remaining ranks.
 """
@@ -81,7 +83,8 @@ class Watchdog:
         self.stop_requested = False
         self.failure: WandsError | None = None
         self.saved: Path | None = None
-        self._launcher, self._heartbeat = launcher, heartbeat
+        self._launcher = launcher
+        self._heartbeat = heartbeat
         self._ends_hang = False
         self._first_signal: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
@@ -123,7 +126,8 @@ class Watchdog:
         Without `step_timeout`, the limit of a step is computed from the durations of the last steps.
         """
         self._folder = output_dir / "stacks"
-        self._step_timeout, self._timeout = step_timeout, timeout
+        self._step_timeout = step_timeout
+        self._timeout = timeout
         with contextlib.suppress(OSError):  # the file of an earlier run
             answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink()
         self.begin_work("the start")
@@ -153,11 +157,15 @@ class Watchdog:
         _print("a read failed; saving a checkpoint after this step, then stopping.", all_ranks=True)
 
     def _watch(self) -> None:
-        last, allowed, elapsed = time.monotonic(), self._allowed, 0.0
+        last = time.monotonic()
+        allowed = self._allowed
+        elapsed = 0.0
         while True:
             # Only time in which this process runs counts: a job that was suspended as a whole continues.
-            last, passed = time.monotonic(), min(time.monotonic() - last, 2 * _TICK)
-            allowed, elapsed = self._allowed, elapsed + passed if allowed is self._allowed else 0.0
+            passed = min(time.monotonic() - last, 2 * _TICK)
+            last = time.monotonic()
+            elapsed = elapsed + passed if allowed is self._allowed else 0.0
+            allowed = self._allowed
             if elapsed > allowed[1]:
                 self._end_hang(*allowed)
             self._heartbeat(allowed[0], elapsed)
@@ -249,7 +257,8 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
         (text, flag). The text names the ranks that do not answer, and the current function of each rank that answers. The flag is
         True only on the lowest rank that answers, so that one rank prints the text.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]
     with contextlib.suppress(OSError, WandsError):  # the disk may be full
         folder.mkdir(parents=True, exist_ok=True)

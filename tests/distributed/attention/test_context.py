@@ -200,15 +200,16 @@ def test_attention_to_pads_would_be_seen(run_world):
 def test_blocks_in_any_order_are_the_whole(order: tuple[int, ...]):
     """Scores up to +-80, where exp alone would overflow, and rows that see nothing in the first blocks."""
     q, k, v, _ = make_inputs((12,), torch.float64)
-    q, kernel = q * 12, choose_backend("reference", "cpu", torch.float64)
-    blocks, lens_q = (
-        [(0, 3), (3, 4), (4, 12)],
-        (9, 3),
-    )  # 3 rows are of a sample whose keys all lie in the last block
+    q = q * 12
+    kernel = choose_backend("reference", "cpu", torch.float64)
+    # 3 rows are of a sample whose keys all lie in the last block
+    blocks = [(0, 3), (3, 4), (4, 12)]
+    lens_q = (9, 3)
     sees = [(3, 0), (1, 0), (5, 3)]
     whole_out, whole_lse = kernel.forward(q, k, v, Segments.build(lens_q, (9, 3)), 1.0)
     assert float((q[:9].transpose(0, 1) @ k[:9].permute(1, 2, 0)).abs().max()) > 60
-    out, lse = torch.zeros_like(q), q.new_full((q.shape[1], 12), -torch.inf)
+    out = torch.zeros_like(q)
+    lse = q.new_full((q.shape[1], 12), -torch.inf)
     for i in order:
         rows = slice(*blocks[i])
         segments = Segments.build(lens_q, sees[i])
@@ -233,7 +234,8 @@ KEPT = {  # mode -> what is saved, what is offloaded
 
 def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, int, list[Tensor]]:
     """Return the number of kernel forwards and of exchanges of a rank in one step, and the gradients of q, k and v."""
-    groups, lens = groups_of(*grid), PACKS["unequal"]
+    groups = groups_of(*grid)
+    lens = PACKS["unequal"]
     layout = ContextLayout.build(
         lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.dims.cp_rank
     )
@@ -244,7 +246,9 @@ def checkpointed(mode: str, grid: tuple[int, int]) -> tuple[int, int, list[Tenso
     *leaves, dout = [shard_rows(x, layout).requires_grad_() for x in make_inputs(lens, torch.float32)]
 
     def block(q: Tensor, k: Tensor, v: Tensor, watch: Any = nullcontext) -> Tensor:
-        q, k, v = q.sin(), k.cos(), v.exp()
+        q = q.sin()
+        k = k.cos()
+        v = v.exp()
         with watch():
             out = attention(q, k, v, meta_of(layout))
         return out.tanh()
@@ -267,10 +271,12 @@ def all_checkpointed(grid: tuple[int, int]) -> dict[str, tuple[int, int, list[Te
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=lambda g: f"ring{g[0]}-ulysses{g[1]}")
 def test_what_is_kept_is_neither_computed_nor_sent_again(grid: tuple[int, int], run_world):
-    ring_degree, exchanges = grid[0], grid[1] > 1
+    ring_degree = grid[0]
+    exchanges = grid[1] > 1
     for found in run_world(grid[0] * grid[1], all_checkpointed, grid):
         kernels = {mode: count for mode, (count, *_) in found.items()}
-        once, twice = ring_degree, 2 * ring_degree
+        once = ring_degree
+        twice = 2 * ring_degree
         assert kernels == {
             **{"none": once, "full": twice, "output": once, "input": twice},
             **{"both": once, "both on the host": once},
@@ -285,7 +291,8 @@ def test_what_is_kept_is_neither_computed_nor_sent_again(grid: tuple[int, int], 
 
 def compiled(grid: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of the attention inside a function, eager and compiled."""
-    groups, lens = groups_of(*grid), PACKS["unequal"]
+    groups = groups_of(*grid)
+    lens = PACKS["unequal"]
     layout = ContextLayout.build(
         lens, ulysses_degree=grid[1], ring_degree=grid[0], cp_rank=groups.dims.cp_rank
     )

@@ -28,7 +28,8 @@ EVERY = ("train.max_steps=8", "checkpoint.every=2", "checkpoint.keep=9", "ema.de
 
 def slow_training(*args: Any, seconds: float = 0.5) -> tuple[list[float], list[str]]:
     """Train with a slow disk. Return the losses and what the run printed."""
-    write, said = checkpoint.write_safetensors, []
+    write = checkpoint.write_safetensors
+    said = []
 
     def write_slowly(*file: Any) -> str:
         time.sleep(seconds)
@@ -71,7 +72,8 @@ def test_the_checkpoints_are_those_of_a_run_that_waits(
 def one_fails(
     model: Path, out: Path, overrides: tuple[str, ...], failing: str
 ) -> tuple[list[float], list[str]]:
-    write, said = checkpoint.write_safetensors, []
+    write = checkpoint.write_safetensors
+    said = []
 
     def write_or_fail(path: Path, *rest: Any) -> str:
         if failing in str(path):

@@ -290,7 +290,8 @@ def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: 
 
 def latest_while_saving(model: Path, out: Path) -> list[str | None]:
     """What `latest` names before each part of a checkpoint is written, found whole at that moment."""
-    folder, seen = out / "checkpoints", []
+    folder = out / "checkpoints"
+    seen = []
 
     def looking(write: Callable[..., Any]) -> Callable[..., Any]:
         def look_and_write(*args: Any) -> Any:
@@ -395,7 +396,8 @@ def test_frozen_weights_need_room_for_themselves_alone(whole: bool, needed: int)
         Weight(name="0.weight", shape=(250, 1000), element_size=4, trained=False),
         Weight(name="1.weight", shape=(100, 250), element_size=4, trained=True),
     ]
-    recipe, shape = load_recipe(None, [] if whole else ["lora.rank=4"]), VARIANTS["wan2.1-t2v-1.3b"].dit
+    recipe = load_recipe(None, [] if whole else ["lora.rank=4"])
+    shape = VARIANTS["wan2.1-t2v-1.3b"].dit
     ds_config = {"zero_optimization": {"stage": 2}}
     workload = Workload(recipe, shape, weights, num_models=1, world_size=2, ds_config=ds_config)
     assert checkpoint_bytes(workload) == needed

@@ -139,7 +139,9 @@ def test_a_run_that_moves_at_every_step(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", CELLS, ids=str)
 def test_every_move(first: Cell, kind: str, undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool):
-    (variant, more), (_, series), worst = KINDS[kind], undisturbed(kind), dict[Cell, float]()
+    (variant, more) = KINDS[kind]
+    (_, series) = undisturbed(kind)
+    worst = dict[Cell, float]()
     go_on(worlds, tiny_variant(variant), tmp_path / "first", first, 10, *more)
     for second in CELLS:
         shutil.copytree(tmp_path / "first", tmp_path / "second")
@@ -152,7 +154,8 @@ def test_every_move(first: Cell, kind: str, undisturbed, tiny_variant, tmp_path:
 
 def test_states_that_start_again_would_be_seen(undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool):
     """The tolerance is far below what a lost optimizer state makes."""
-    model, series = tiny_variant("wan2.1-t2v-1.3b"), undisturbed("full")[1]
+    model = tiny_variant("wan2.1-t2v-1.3b")
+    series = undisturbed("full")[1]
     go_on(worlds, model, tmp_path, (1, 2, "dp"), 10)
     forgotten = worlds[1].run(forget, model, tmp_path)[0]
     assert deviation(forgotten, series) > 10 * TOLERANCE
@@ -218,7 +221,8 @@ def test_another_optimizer_moves(optimizer: str, tiny_pipeline: Path, tmp_path: 
 
 
 def data(num_samples: int) -> str:
-    shapes, text_lens = "[[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6]]", "[5,9,3]"
+    shapes = "[[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6]]"
+    text_lens = "[5,9,3]"
     return f"data.mock={{num_samples: {num_samples}, shapes: {shapes}, text_lens: {text_lens}}}"
 
 
@@ -266,7 +270,8 @@ def test_changed_data_counts_from_the_next_epoch(
         ("changes", 12, number),
     ):
         series = go_on(worlds, tiny_pipeline, tmp_path / out, cell, until, *more, data(clips))
-    before, after = uses_of(tmp_path / "stays"), uses_of(tmp_path / "changes")
+    before = uses_of(tmp_path / "stays")
+    after = uses_of(tmp_path / "changes")
     if number > 20:
         stayed = losses(read_rows(tmp_path / "stays" / "metrics.jsonl"))
         assert series[:5] == stayed[:5]
@@ -301,7 +306,8 @@ def test_another_plan_counts_from_the_next_epoch(
     settings = (*more, "train.max_steps=10")
     change = worlds[1].run(train_with_other_plans, tiny_pipeline, tmp_path / "changes", settings)[0]
     assert "packs the clips in another way, which takes effect at step 6" in (change or "")
-    before, after = uses_of(tmp_path / "stays"), uses_of(tmp_path / "changes")
+    before = uses_of(tmp_path / "stays")
+    after = uses_of(tmp_path / "changes")
     for step in range(1, 6):
         assert after[step] == before[step]
     # The second epoch has the other order, and the same clips.

@@ -133,7 +133,8 @@ def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, worl
 
     def run(name: str) -> tuple[Path, list[Weights]]:
         if name not in done:
-            (grid, ds), folder = RUNS[name], tmp_path_factory.mktemp(name)
+            (grid, ds) = RUNS[name]
+            folder = tmp_path_factory.mktemp(name)
             overrides = (*PLAIN, *STEPS, *grid.overrides)
             ranks = worlds[grid.world_size].run(watched_run, tiny_pipeline, folder, overrides, ds, False)
             done[name] = folder, ranks[0][0][0]
@@ -170,7 +171,8 @@ def test_it_is_the_average_of_one_process_and_no_rank_has_it_all(name: str, fini
 def test_a_run_that_was_stopped_has_the_same_bits(
     name: str, finished: Finished, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    (grid, ds), run = RUNS[name], shutil.copytree(finished(name)[0], tmp_path / "run")
+    (grid, ds) = RUNS[name]
+    run = shutil.copytree(finished(name)[0], tmp_path / "run")
     straight = parts_in((run / "checkpoints" / "step_00000004").rename(tmp_path / "aside"))
     worlds[grid.world_size].run(run_training, tiny_pipeline, run, (*PLAIN, *STEPS, *grid.overrides), ds, True)
     again = parts_in(run / "checkpoints" / "step_00000004")
@@ -241,7 +243,8 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
     def everything(training: Training) -> Weights:
         state = {}
         for part, engine in training.engines.items():
-            kept, averages = engine_tensors(engine)[0], training.averages[part].stored()[0]
+            kept = engine_tensors(engine)[0]
+            averages = training.averages[part].stored()[0]
             state |= {f"{part}/state/{item.name}": item.read().clone() for item in kept}
             state |= {f"{part}/average/{item.name}": item.read().clone() for item in averages}
             state |= {f"{part}/{name}": value for name, value in own(engine).items()}
@@ -268,7 +271,8 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
             for part, engine in training.engines.items():
                 inside = gathered(engine, own(engine))
                 for fragment, _ in training.averages[part]._pairs:
-                    name, start = fragment.name, fragment.start
+                    name = fragment.name
+                    start = fragment.start
                     average = before[f"{part}/average/{name}"]
                     mine = inside[name].reshape(-1)[start : start + len(average)]
                     judged = "right" if torch.equal(mine, average.to(mine.dtype)) else "wrong"
@@ -371,7 +375,8 @@ def test_frozen_weights_are_what_they_were(
 ):
     settings = (*PLAIN, "model.trainable=['blocks.*.attn*']", "train.max_steps=1")
     worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, zero(stage))
-    last, average = load_exported_state(tmp_path), load_exported_state(tmp_path, ema=True)
+    last = load_exported_state(tmp_path)
+    average = load_exported_state(tmp_path, ema=True)
     assert last.keys() == average.keys()
     changed = {name for name in last if not torch.equal(last[name], average[name])}
     assert changed == {name for name in last if ".attn" in name}

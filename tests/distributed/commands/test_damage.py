@@ -67,9 +67,8 @@ def damage(folder: Path, rng: random.Random, kind: str) -> str:
         path.unlink()
     elif kind == "swap":
         other = rng.choice([other for other in files if other != path])
-        data, stored = other.read_bytes(), bytes(data)
-        other.write_bytes(stored)
-        path.write_bytes(data)
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(data)
         return f"{kind} {path.relative_to(folder)} and {other.relative_to(folder)}"
     else:
         path.write_bytes(data)
@@ -230,11 +229,10 @@ def test_hashes_of_the_hub_are_used(originals: Path, tmp_path: Path):
 
     source = sorted((originals / "model" / "transformer").glob("*.safetensors"))[0]
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    cached, local = tmp_path / "cached/snapshots/1/transformer", tmp_path / "local/transformer"
-    blobs, records = (
-        tmp_path / "cached/blobs",
-        tmp_path / "local/.cache/huggingface/download/transformer",
-    )
+    cached = tmp_path / "cached/snapshots/1/transformer"
+    local = tmp_path / "local/transformer"
+    blobs = tmp_path / "cached/blobs"
+    records = tmp_path / "local/.cache/huggingface/download/transformer"
     for folder in (cached, local, blobs, records):
         folder.mkdir(parents=True)
     shutil.copy(source, blobs / digest)

@@ -33,7 +33,8 @@ def of_cache(model: Path, data: Path, out: Path, ema: bool) -> str | None:
 def test_it_is_the_evaluation_of_the_run(
     world_size: int, settings: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    train, held_out = tmp_path / "train", tmp_path / "held out"
+    train = tmp_path / "train"
+    held_out = tmp_path / "held out"
     write_cache(train, tiny_pipeline, "abcd", 1)
     write_cache(held_out, tiny_pipeline, "xyz", 2)
     overrides = ("data.mock=null", f"data.cache={train}", f"eval.cache={held_out}", "eval.max_share=1000")

@@ -77,7 +77,8 @@ def test_bf16_keeps_what_diffusers_keeps_in_fp32(run: Path, tmp_path: Path):
 
 
 def test_samples_of_the_training_are_part_of_the_export(run: Path, tmp_path: Path):
-    copy, pictures = tmp_path / "run", write_run(tmp_path / "other", steps=2, every=1) / "samples"
+    copy = tmp_path / "run"
+    pictures = write_run(tmp_path / "other", steps=2, every=1) / "samples"
     shutil.copytree(run, copy)
     shutil.copytree(pictures, copy / "samples")
     out = export(copy, tmp_path / "out")

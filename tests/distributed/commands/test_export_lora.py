@@ -56,7 +56,8 @@ def expected(pipeline: Path, run_dir: Path, part: str = "transformer") -> torch.
 
 
 def test_stock_diffusers_predicts_what_was_trained(run: Path, tiny_pipeline: Path, tmp_path: Path):
-    truth, base = expected(tiny_pipeline, run), WanPipeline.from_pretrained(tiny_pipeline)
+    truth = expected(tiny_pipeline, run)
+    base = WanPipeline.from_pretrained(tiny_pipeline)
     assert (truth - forward(base.transformer)).abs().max() > 1e-2  # three steps have changed something
     folder = export(run, tmp_path / "lora")
     for name in (LORA_FILE, COMFYUI_FILE):
@@ -74,7 +75,8 @@ def test_half_the_scale_is_half_the_update(run: Path, tiny_pipeline: Path, tmp_p
     pipeline = WanPipeline.from_pretrained(tiny_pipeline)
     pipeline.load_lora_weights(folder, adapter_name="ours")
     pipeline.set_adapters(["ours"], [0.5])
-    weights, whole = pipeline.transformer.state_dict(), load_full_weights(run)
+    weights = pipeline.transformer.state_dict()
+    whole = load_full_weights(run)
     pipeline.fuse_lora()
     for name in ("blocks.0.attn1.to_q", "blocks.1.ffn.net.2", "condition_embedder.time_proj"):
         base = weights[f"{name}.base_layer.weight"].clone()
@@ -103,7 +105,8 @@ def test_keys_and_metadata(run: Path, tmp_path: Path):
 
 def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp_path: Path, worlds: Any):
     """Its first loss is that of the trained model: that of a run from the merged weights."""
-    lora, merged = export(run, tmp_path / "lora"), export(run, tmp_path / "merged", merge=True)
+    lora = export(run, tmp_path / "lora")
+    merged = export(run, tmp_path / "merged", merge=True)
 
     def first_loss(model: Path, *settings: str) -> float:
         out = tmp_path / "".join(c for c in str(settings) if c.isalnum())[-40:]

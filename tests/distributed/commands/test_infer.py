@@ -326,7 +326,8 @@ def test_sequential_offload_leaves_no_weight_on_the_device(tiny_pipeline: Path) 
 
 @pytest.mark.gpu
 def test_a_gpu_samples_what_a_cpu_does(tiny_pipeline: Path) -> None:
-    request, source = SampleRequest(prompt="a cat", **SMALL), find_pipeline(tiny_pipeline)
+    request = SampleRequest(prompt="a cat", **SMALL)
+    source = find_pipeline(tiny_pipeline)
     latents = {}
     for device in ("cpu", "cuda"):
         latents[device] = sampling.sample_latents(load_pipeline(source, device=device), request)

@@ -35,7 +35,8 @@ from wands.sampling.sharing import share_pipeline
 
 REQUEST = SampleRequest(prompt="a red bike", height=32, width=48, num_frames=5, num_inference_steps=3, seed=3)
 TARGETS = ("blocks.0.attn1.to_q", "blocks.1.attn2.to_out.0", "blocks.1.ffn.net.0.proj", "proj_out")
-RANK, ALPHA = 2, 3.0
+RANK = 2
+ALPHA = 3.0
 PARTS = ("transformer", "transformer_2")
 
 
@@ -179,7 +180,8 @@ def published(
     (tmp_path / "hub" / "you" / "pickles" / "lora.bin").touch()
 
     def fetch(repo_id: str, *, allow_patterns: list[str], ignore_patterns: None) -> str:
-        there, here = tmp_path / "hub" / repo_id, tmp_path / "cache" / repo_id
+        there = tmp_path / "hub" / repo_id
+        here = tmp_path / "cache" / repo_id
         every = [str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()]
         for name in filter_repo_objects(every, allow_patterns=allow_patterns):
             (here / name).parent.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,9 @@ def sample_on_two_ranks(folder: Path, kind: str) -> tuple[Tensor, list[int], lis
     """Return the latents, batch sizes, numbers of gathered bytes, and whether the attention is that of diffusers."""
     pipeline = unusual_pipeline(folder, kind)
     pair = share_pipeline(pipeline, ParallelDims(2, int(os.environ["RANK"])))
-    rows, sent, gather = count_rows(pipeline), [], dist.all_gather
+    rows = count_rows(pipeline)
+    sent = []
+    gather = dist.all_gather
     dist.all_gather = lambda pieces, own, **more: (sent.append(own.nbytes), gather(pieces, own, **more))
     try:
         latents = sampling.sample_latents(pipeline, GUIDED, guidance=pair)
@@ -108,7 +110,9 @@ def test_two_ranks_compute_one_prediction_each(run_world, tiny_pipeline: Path, k
 
 def infer_on_ranks(folder: Path, out: Path, options: dict[str, Any]) -> tuple[int, str]:
     """Return the number of calls of the first block, and the degrees of this rank."""
-    calls, forward, degrees = [], WanTransformer3DModel.forward, []
+    calls = []
+    forward = WanTransformer3DModel.forward
+    degrees = []
     build = ProcessGroups.build
 
     def counted(self: WanTransformer3DModel, *args: Any, **more: Any) -> Any:
@@ -119,11 +123,13 @@ def infer_on_ranks(folder: Path, out: Path, options: dict[str, Any]) -> tuple[in
         degrees.append(f"{dims.dp_size} x {dims.ring_degree} x {dims.ulysses_degree}")
         return build(dims, device)
 
-    WanTransformer3DModel.forward, sharing.ProcessGroups.build = counted, noted
+    WanTransformer3DModel.forward = counted
+    sharing.ProcessGroups.build = noted
     try:
         infer(folder, [GUIDED], out_dir=out, save_latents=True, **options)
     finally:
-        WanTransformer3DModel.forward, sharing.ProcessGroups.build = forward, build
+        WanTransformer3DModel.forward = forward
+        sharing.ProcessGroups.build = build
     return len(calls), degrees[0]
 
 
@@ -226,7 +232,8 @@ def test_compiled_blocks_sample_the_same(
     tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     pipeline = unusual_pipeline(tiny_pipeline, "two experts")
-    wanted, compiled = sampling.sample_latents(pipeline, GUIDED), []
+    wanted = sampling.sample_latents(pipeline, GUIDED)
+    compiled = []
     real = torch.nn.Module.compile
 
     def compile_with(self: torch.nn.Module) -> None:
@@ -319,12 +326,14 @@ def write_published(path: Path, kind: str, state: dict[str, Tensor]) -> dict[str
     """Write a LoRA with the keys of a publisher; return what it adds to each parameter of the stock transformer."""
     generator = torch.Generator().manual_seed(5)
     first, second, more = PUBLISHED[kind]
-    file, changes = {}, {}
+    file = {}
+    changes = {}
     for name, value in state.items():
         module, _, leaf = f"diffusion_model.{DIT.to_official(name)}".rpartition(".")
         normal = partial(torch.randn, generator=generator)
         if leaf == "weight" and value.ndim == 2 and ".head" not in module:
-            down, up = 0.1 * normal(4, value.shape[1]), 0.1 * normal(value.shape[0], 4)
+            down = 0.1 * normal(4, value.shape[1])
+            up = 0.1 * normal(value.shape[0], 4)
             file |= {f"{module}.{first}.weight": down, f"{module}.{second}.weight": up}
             if "alpha" in more:
                 file[f"{module}.alpha"] = torch.tensor(8.0)
@@ -374,7 +383,8 @@ def test_a_four_step_lora_is_the_merged_model_with_euler_steps(
 def test_stages_are_printed_and_options_recorded(
     tiny_pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiled, decode = [], infer_module.decode_latents
+    tiled = []
+    decode = infer_module.decode_latents
     monkeypatch.setattr(
         infer_module,
         "decode_latents",

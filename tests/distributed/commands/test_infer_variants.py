@@ -180,7 +180,8 @@ def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[floa
 
     def set_timesteps(*_: object, **__: object) -> None:
         FlowMatchEulerDiscreteScheduler.set_timesteps(scheduler, 3)
-        scheduler.timesteps, scheduler.sigmas = timesteps, torch.cat([timesteps / 1000, torch.zeros(1)])
+        scheduler.timesteps = timesteps
+        scheduler.sigmas = torch.cat([timesteps / 1000, torch.zeros(1)])
 
     scheduler.set_timesteps = set_timesteps
     seen: list[tuple[float, str]] = []
@@ -192,7 +193,8 @@ def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[floa
         for part in ("transformer", "transformer_2")
     ]
     request, pictures = asked_of(variant)
-    before, pipeline.scheduler = pipeline.scheduler, scheduler
+    before = pipeline.scheduler
+    pipeline.scheduler = scheduler
     try:
         sampling.sample_latents(
             pipeline, request.model_copy(update={"guidance_scale": 1.0, "guidance_scale_2": None}), pictures)  # fmt: skip
@@ -426,11 +428,9 @@ def test_an_upright_picture_stays_upright(tmp_path: Path) -> None:
 
 # -------------------------------------------------------------------------------------------------- mistakes
 
-IMAGE, LAST, BOTH = (
-    {"image": "first.png"},
-    {"last_image": "last.png"},
-    {"image": "first.png", "last_image": "last.png"},
-)
+IMAGE = {"image": "first.png"}
+LAST = {"last_image": "last.png"}
+BOTH = {"image": "first.png", "last_image": "last.png"}
 
 
 @pytest.mark.parametrize(

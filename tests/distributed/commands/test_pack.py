@@ -103,7 +103,8 @@ def test_training_follows_the_file(tiny_pipeline: Path, tmp_path: Path, run_worl
     pack(None, overrides=settings(tiny_pipeline), out=plan, epoch=1)
     header, steps = read(plan)
     bins = [step["bins"] for step in steps]
-    steps[0]["bins"], steps[1]["bins"] = [bins[1][0], bins[0][1]], [bins[0][0], bins[1][1]]
+    steps[0]["bins"] = [bins[1][0], bins[0][1]]
+    steps[1]["bins"] = [bins[0][0], bins[1][1]]
     plan.write_text("".join(json.dumps(line) + "\n" for line in (header, *steps)))
 
     run_world(2, _train_plan, str(tiny_pipeline), str(tmp_path / "run"), str(plan))
@@ -198,7 +199,8 @@ def test_held_out_clips_and_windows_are_in_the_plan(tiny_pipeline: Path, tmp_pat
         text = pack(None, overrides=overrides, out=tmp_path / split)
         header, steps = read(tmp_path / split)
         sides[split] = {key for step in steps for bin in step["bins"] for key in bin["keys"]}
-        num, other = len(sides[split]), 7 - len(sides[split])
+        num = len(sides[split])
+        other = 7 - len(sides[split])
         assert (header["split"], header["holdout"], header["buffer_size"]) == (split, 0.4, 2)
         assert header["sources"] == [
             {

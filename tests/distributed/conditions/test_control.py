@@ -152,7 +152,8 @@ def test_the_cache_has_the_latents_of_the_control_video(source: Path, tiny_pipel
 def test_an_unchanged_clip_is_not_encoded_again(
     source: Path, tiny_pipeline: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    again, out = shutil.copytree(source, tmp_path / "clips"), shutil.copytree(cache, tmp_path / "cache")
+    again = shutil.copytree(source, tmp_path / "clips")
+    out = shutil.copytree(cache, tmp_path / "cache")
     before = LatentCache(out)
     write = partial(preprocess, again, out, tiny_pipeline, conditions=CONTROL, text_dtype="fp32", **SMALL)
     with monkeypatch.context() as patch:
@@ -280,7 +281,8 @@ def test_an_experiment_without_the_condition_is_refused(cache: Path, trained: Pa
 
 
 def test_a_run_names_the_input_that_it_does_not_use(cache: Path, tiny_pipeline: Path):
-    section, config = DataConfig(cache=str(cache)), load_config(str(tiny_pipeline))
+    section = DataConfig(cache=str(cache))
+    config = load_config(str(tiny_pipeline))
     lines = {}
     for conditions in ((), CONTROL):
         data = open_data(section, variant_of(config, conditions=conditions), 0, dict)

@@ -290,7 +290,9 @@ def test_a_hub_id_and_parts_of_another_model(
 
 def test_one_tensor_at_a_time(pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """When a tensor is read, the ones before it are gone, but for the one that it is compared with."""
-    read, seen, alive = TensorFiles.read, [], []
+    read = TensorFiles.read
+    seen = []
+    alive = []
 
     def spy(self: TensorFiles, name: str) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
@@ -381,7 +383,8 @@ def test_what_published_files_carry_for_nothing(pipelines: dict[str, Path], tmp_
 
 
 def test_channels_of_no_wan_model(pipelines: dict[str, Path], tmp_path: Path):
-    source, name = tmp_path / "transformer", "patch_embedding.weight"
+    source = tmp_path / "transformer"
+    name = "patch_embedding.weight"
     shutil.copytree(pipelines["wan2.1-t2v-1.3b"] / "transformer", source)
     spoil(source, lambda weights: weights.update({name: torch.cat([weights[name], weights[name][:, :4]], 1)}))
     config = json.loads((source / "config.json").read_text())
@@ -508,7 +511,8 @@ def test_comfyui_lora_gives_the_stock_pipeline_the_same_output(pipelines: dict[s
         with torch.no_grad():
             return pipeline.transformer(**inputs, return_dict=False)[0]
 
-    ours, theirs = predict(there.out / "mine.safetensors"), predict(tmp_path / "mine.safetensors")
+    ours = predict(there.out / "mine.safetensors")
+    theirs = predict(tmp_path / "mine.safetensors")
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     assert (ours - predict(None)).abs().max() > 0.1
 

@@ -39,7 +39,8 @@ def quantized(
     dit: dict[str, Tensor], spelling: str, rows: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a file in scaled fp8, and the values that it stands for."""
-    stored, values = {}, {}
+    stored = {}
+    values = {}
     for name, value in dit.items():
         stored[name] = values[name] = value.half() if not is_linear(name, value) else value
         if is_linear(name, value):

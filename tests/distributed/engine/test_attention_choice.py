@@ -63,7 +63,8 @@ def agree(
         (name of the kernel, choice to save, lines of the log, arguments of the measurement).
     """
     rank = init_process_group()[0] if "RANK" in os.environ else 0
-    lines, measured = [], []
+    lines = []
+    measured = []
 
     def measure(names: list[str], *args: Any) -> dict[str, dict[int, float]]:
         measured.append([names, *args])
@@ -72,7 +73,8 @@ def agree(
 
     attention_choice.usable_backends = lambda *args: iter(usable[rank])
     attention_choice.measure_backends = measure
-    before, torch.cuda.get_device_name = torch.cuda.get_device_name, lambda device: gpu
+    before = torch.cuda.get_device_name
+    torch.cuda.get_device_name = lambda device: gpu
     try:
         backend, choice = agree_on(saved, CUDA, "bf16", rank, lines)
     finally:

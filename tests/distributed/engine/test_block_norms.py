@@ -105,7 +105,8 @@ def test_norms_are_those_of_plain_torch(name: str, tiny_pipeline: Path, tmp_path
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_experts_and_other_steps(stage: int, tiny_variant: Any, tmp_path: Path, run_world):
     """Each expert has its own blocks, only every second step is measured, and no bit of the training changes."""
-    model, steps = tiny_variant("wan2.2-t2v-a14b"), ("train.max_steps=3", "optim.grad_clip=0.01")
+    model = tiny_variant("wan2.2-t2v-a14b")
+    steps = ("train.max_steps=3", "optim.grad_clip=0.01")
     expected = run_world(1, plain, model, tmp_path / "plain", steps)[0]
     out = tmp_path / "run"
     rows = run_world(2, run_training, model, out, (*steps, "logging.blocks_every=2"), zero(stage))[0]
@@ -116,7 +117,8 @@ def test_two_experts_and_other_steps(stage: int, tiny_variant: Any, tmp_path: Pa
         assert rows[1][key] == pytest.approx(reference, rel=1e-3), key
     without = run_world(2, run_training, model, tmp_path / "without", steps, zero(stage))[0]
     assert losses(without) == losses(rows)
-    ours, theirs = weights(out), weights(tmp_path / "without")
+    ours = weights(out)
+    theirs = weights(tmp_path / "without")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 

@@ -300,7 +300,9 @@ def test_wrong_types_join_the_one_report(user: dict[str, Any], said: str):
 
 
 def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
-    here, there, narrow = torch.ones(4), torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    here = torch.ones(4)
+    there = torch.ones(4)
+    narrow = torch.ones(4, dtype=torch.bfloat16)
     swapped = torch.empty(0)  # what DeepSpeed keeps of masters on NVMe
     masters = [torch.ones(4) for _ in range(3)] + [swapped]
     optimizer = SimpleNamespace(

@@ -35,7 +35,11 @@ from wands.train.training import Training
 
 STEPS = 4
 MANY_STEPS = 16
-LR, BETAS, EPS, DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0.5
+LR = 1e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+DECAY = 0.1
+CLIP = 0.5
 SETTINGS = (
     f"train.max_steps={STEPS}",
     "optim.warmup=2",
@@ -72,7 +76,9 @@ def record(
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(training_run.grid(rank), device)
     engine = engine_of(training_run, model_of(training_run, groups, device))
-    start, gradients, update = _full(engine.module), [], engine.step
+    start = _full(engine.module)
+    gradients = []
+    update = engine.step
 
     def capture() -> None:
         named = engine.module.named_parameters()
@@ -440,7 +446,8 @@ def test_the_losses_of_8_bits_stay_in_their_band(
         )
         for name in ("adamw", "adamw8bit")
     }
-    full, eight = torch.tensor(series["adamw"]), torch.tensor(series["adamw8bit"])
+    full = torch.tensor(series["adamw"])
+    eight = torch.tensor(series["adamw8bit"])
     assert full.shape == eight.shape == (steps,)
     assert float(full[-10:].mean()) < 0.95 * float(full[:10].mean())  # it learns
     assert not torch.equal(full, eight)

@@ -58,7 +58,8 @@ def test_loads_what_diffusers_saved(pipeline: Path):
 
 
 def test_loaded_model_predicts_as_the_saved_one(pipeline: Path):
-    model, (_, packed) = load_transformer(pipeline), build_pair()
+    model = load_transformer(pipeline)
+    (_, packed) = build_pair()
     set_attention(model, torch.float32)
     pack = make_pack(2)
     with torch.no_grad():
@@ -86,9 +87,11 @@ def test_bf16_files_become_fp32_masters(pipeline: Path):
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_angles_are_the_stock_model_s(pipeline: Path, init: str):
-    stock, model = WanTransformer3DModel(**CONFIG), load_transformer(pipeline, init=init)
+    stock = WanTransformer3DModel(**CONFIG)
+    model = load_transformer(pipeline, init=init)
     for name in ("freqs_cos", "freqs_sin"):
-        found, expected = getattr(model.rope, name), getattr(stock.rope, name)
+        found = getattr(model.rope, name)
+        expected = getattr(stock.rope, name)
         assert torch.equal(found, expected)
         assert found.dtype == torch.float32
         assert f"rope.{name}" not in model.state_dict()
@@ -96,7 +99,9 @@ def test_angles_are_the_stock_model_s(pipeline: Path, init: str):
 
 def test_reads_one_tensor_at_a_time(pipeline: Path, monkeypatch: pytest.MonkeyPatch):
     """When a tensor is read, every earlier one is gone: only the parameters are left."""
-    read, seen, alive = TensorFiles.read, [], []
+    read = TensorFiles.read
+    seen = []
+    alive = []
 
     def spy(self: TensorFiles, name: str) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
@@ -112,7 +117,8 @@ def test_reads_one_tensor_at_a_time(pipeline: Path, monkeypatch: pytest.MonkeyPa
 
 def test_parameters_do_not_hang_on_the_file(pipeline: Path):
     """Weights are mapped from the file: overwriting it later must not change the model."""
-    model, expected = load_transformer(pipeline), saved_weights(pipeline)
+    model = load_transformer(pipeline)
+    expected = saved_weights(pipeline)
     expected = {name: value.clone() for name, value in expected.items()}
     file = pipeline / "transformer" / WEIGHTS_NAME
     size = file.stat().st_size
@@ -270,7 +276,8 @@ def load_partitioned(pipeline: str, init: str) -> dict[str, Tensor]:
     context = deepspeed.zero.Init(config_dict_or_path=zero3)
     model = load_transformer(pipeline, init=init, zero_init_context=context)
     whole = {}
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    world_size = torch.distributed.get_world_size()
     for name, param in model.named_parameters():
         assert param.ds_tensor.numel() == -(-param.ds_numel // world_size), name
         assert param.numel() == 0, name

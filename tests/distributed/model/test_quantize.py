@@ -24,7 +24,8 @@ CODEC_IDS = list(CODECS)
 
 def quantized(linear: nn.Linear, codec: Codec) -> QuantizedLinear:
     """The same layer in codes."""
-    weight, bias = linear.weight.detach(), linear.bias
+    weight = linear.weight.detach()
+    bias = linear.bias
     layer = nn.Linear(linear.in_features, linear.out_features, bias=bias is not None)
     QuantizedLinear.convert(layer, codec)
     assert isinstance(layer, QuantizedLinear)
@@ -79,7 +80,8 @@ def test_rows_of_zeros_stay_zeros(name: str):
 def test_a_layer_of_codes_is_that_of_the_decoded_weights(name: str, bias: bool, autocast: bool):
     layer = quantized(nn.Linear(66, 40, bias=bias), CODECS[name])
     plain = decoded(layer)
-    x, dout = torch.randn(2, 9, 66, requires_grad=True), torch.randn(2, 9, 40)
+    x = torch.randn(2, 9, 66, requires_grad=True)
+    dout = torch.randn(2, 9, 40)
     results = []
     for one in (layer, plain):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -170,7 +172,8 @@ def test_weights_are_stored_after_they_are_merged(storage: WeightDtypePolicy, ti
     model = load_transformer(tiny_pipeline, merge=merge, storage=storage)
     for name in plain:
         path, _, leaf = name.rpartition(".")
-        owner, wanted = model.get_submodule(path), merge(name, plain[name])
+        owner = model.get_submodule(path)
+        wanted = merge(name, plain[name])
         if isinstance(owner, QuantizedLinear) and leaf == "weight":
             for one, value in owner.encode(wanted).items():
                 assert torch.equal(getattr(owner, one), value)

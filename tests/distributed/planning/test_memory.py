@@ -202,7 +202,8 @@ def test_the_whole_grid(tmp_path, new_world, stage):
 def test_what_a_plan_proposes_has_room(tmp_path, new_world):
     """On two ranks with 50 MB each: the fastest of each DeepSpeed config, run as the plan says."""
     recipe = load_recipe(None, [*DATA, "precision.compute=fp32", "train.bins_per_step=2"])
-    shape, weights = DiTShape.from_config(CONFIG), list_weights(recipe, CONFIG, ())
+    shape = DiTShape.from_config(CONFIG)
+    weights = list_weights(recipe, CONFIG, ())
     task = Task(
         Workload(recipe, shape, weights, num_models=1, world_size=2, device_type="cpu"),
         seq_lens=np.full(16, 1056),

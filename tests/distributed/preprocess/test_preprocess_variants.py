@@ -46,7 +46,8 @@ from wands.preprocess import encoding
 from wands.preprocess.preprocess_report import PreprocessReport
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant, variant_of
 
-CLIP, NAMES = "wan2.1-i2v-14b", ["wan2.1-i2v-14b", "wan2.1-flf2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
+CLIP = "wan2.1-i2v-14b"
+NAMES = ["wan2.1-i2v-14b", "wan2.1-flf2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
 DEFAULT_TIER = ("wan2.1-flf2v-14b", "wan2.2-ti2v-5b")
 IN_TIERS = [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in NAMES]
 BOUNDS = (64 * 96, 48 * 64)
@@ -69,7 +70,8 @@ class Made:
 
 
 def read_variant(model: Path) -> Variant:
-    dit, index = (model / "transformer" / "config.json"), (model / "model_index.json")
+    dit = model / "transformer" / "config.json"
+    index = model / "model_index.json"
     return variant_of(json.loads(dit.read_text()), json.loads(index.read_text()))
 
 
@@ -81,7 +83,8 @@ def run(source: Path, out: Path, model: Path, **changes: Any) -> PreprocessRepor
 
 def arrays(path: Path) -> dict[str, tuple[Any, ...]]:
     """All that a cache holds, bit by bit."""
-    cache, found = LatentCache(path, verify=True), {}
+    cache = LatentCache(path, verify=True)
+    found = {}
     for i, key in enumerate(cache.keys):
         sample = cache.read(i)
         bits = [to_bits(sample.arrays[spec.name]).tobytes() for spec in cache.arrays if not spec.optional]
@@ -111,7 +114,8 @@ def made(
 
     @cache
     def make(name: str) -> Made:
-        model, out = tiny_variant(name), folder / name
+        model = tiny_variant(name)
+        out = folder / name
         return Made(model, source, out, run(source, out, model))
 
     return make
@@ -135,7 +139,8 @@ class _Caught(Exception):
 
 def stock_input(model: Path, frames: np.ndarray, noise: Tensor) -> StockInput:
     """Call the pipeline as a user does, with the first and last frame as pictures, and stop it at its DiT."""
-    variant, (height, width) = read_variant(model), frames.shape[1:3]
+    variant = read_variant(model)
+    (height, width) = frames.shape[1:3]
     pipeline = DiffusionPipeline.from_pretrained(model)
     if (
         "first_frame" in variant.conditions
@@ -171,7 +176,8 @@ def stock_input(model: Path, frames: np.ndarray, noise: Tensor) -> StockInput:
 
 def training_input(made: Made, key: str) -> tuple[Sample, PackedBatch]:
     """A sample of the cache, alone in a pack."""
-    cached, variant = LatentCache(made.cache, verify=True), made.variant
+    cached = LatentCache(made.cache, verify=True)
+    variant = made.variant
     cached.check_fits(variant, fingerprint_pipeline(made.model))
     collate = PackingCollator(
         shape=variant.dit,
@@ -186,7 +192,8 @@ def training_input(made: Made, key: str) -> tuple[Sample, PackedBatch]:
 
 def assert_training_equals_sampling(made: Made, size: int) -> None:
     """Latents, mask, states and timesteps; every comparison within what storing bf16 rounds."""
-    variant, bound = made.variant, BOUNDS[size]
+    variant = made.variant
+    bound = BOUNDS[size]
     spec = ClipSpec.of_variant(variant, max_pixels=bound, max_frames=SMALL["max_frames"])
     frames = next(decode_clip(made.source / "man.mp4", spec)).frames
     keys = [key for key in LatentCache(made.cache).keys if ("x" in key.partition("#")[2]) == bool(size)]
@@ -317,7 +324,8 @@ def test_another_caption_keeps_what_belongs_to_the_frames(
     made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = made(CLIP)
-    source, out = shutil.copytree(done.source, tmp_path / "source"), tmp_path / "cache"
+    source = shutil.copytree(done.source, tmp_path / "source")
+    out = tmp_path / "cache"
     shutil.copytree(done.cache, out)
     (source / "captions.json").write_text(json.dumps({"man.mp4": [CAPTIONS[0], "Another."]}))
     (source / "still.png").unlink()
@@ -325,7 +333,8 @@ def test_another_caption_keeps_what_belongs_to_the_frames(
         forbid_video(patch)
         patch.setattr(ImageEncoder, "load", None)
         assert run(source, out, done.model).num_relabelled == len(BOUNDS)
-    before, after = arrays(done.cache), arrays(out)
+    before = arrays(done.cache)
+    after = arrays(out)
     changed = {key for key in after if after[key] != before.get(key)}
     assert len(changed) == len(BOUNDS)
     frames = {(bits[0], *bits[2:4]) for bits in before.values()}
@@ -335,7 +344,8 @@ def test_another_caption_keeps_what_belongs_to_the_frames(
 def test_a_run_that_ends_before_its_shards_goes_on_from_the_journal(
     made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done, out = made(CLIP), tmp_path / "cache"
+    done = made(CLIP)
+    out = tmp_path / "cache"
 
     def end(self: Any) -> None:
         raise KeyboardInterrupt
@@ -362,7 +372,8 @@ def test_workers_make_the_same(made: Callable[[str], Made], tmp_path: Path) -> N
     (source / "captions.json").write_text(json.dumps(captions | {"he.mp4": CAPTIONS}))
     report = run(source, tmp_path / "cache", done.model, workers=2)
     assert report.num_workers == 2
-    found, alone = arrays(tmp_path / "cache"), arrays(done.cache)
+    found = arrays(tmp_path / "cache")
+    alone = arrays(done.cache)
     assert sorted(bits[:4] for bits in found.values()) == sorted(2 * [bits[:4] for bits in alone.values()])
 
 
@@ -424,7 +435,8 @@ def test_parts_of_another_model_are_refused(
 def test_parts_of_a_sample_are_read_alone(made: Callable[[str], Made]) -> None:
     for verified in (False, True):
         stored = LatentCache(made(CLIP).cache, verify=verified)
-        whole, part = stored.read(0), stored.read(0, (1, 2))
+        whole = stored.read(0)
+        part = stored.read(0, (1, 2))
         for ours, theirs in (
             (part.latents, whole.latents),
             (part.arrays["image_latents"], whole.arrays["image_latents"]),
@@ -452,7 +464,8 @@ def test_a_cache_serves_models_that_need_no_more(
     of: str, model: str, made: Callable[[str], Made], tiny_variant: Callable[[str], Path]
 ) -> None:
     fits, with_latents, with_states = FITS[of, model]
-    variant, stored = read_variant(tiny_variant(model)), LatentCache(made(of).cache)
+    variant = read_variant(tiny_variant(model))
+    stored = LatentCache(made(of).cache)
     if not fits:
         with pytest.raises(CacheError, match=rf"made for {of[:10]}.*but the model is .*encode again with"):
             stored.check_fits(variant, {})

@@ -72,7 +72,8 @@ def predict_conditioned(model: WanTransformer3DModel, kind: str) -> list[Tensor]
         def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
             return torch.randn(*shape, generator=generator).double()
 
-        timestep, image = torch.tensor([997.3, 301.7]), None
+        timestep = torch.tensor([997.3, 301.7])
+        image = None
         if kind == "ti2v":  # of tokens: those of the first frame are clean
             clean = torch.ones(size)
             clean[0] = 0
@@ -117,7 +118,8 @@ def predict_with_whole_timesteps() -> list[Tensor]:
         cut = hook.__self__
 
         def first_ones(module: object, args: tuple, options: dict, hook=hook, cut=cut) -> tuple:
-            mine, cut._mine = cut._mine, torch.arange(len(cut._mine))
+            mine = cut._mine
+            cut._mine = torch.arange(len(cut._mine))
             try:
                 return hook(module, args, options)
             finally:

@@ -33,7 +33,8 @@ def rehearse(
         done = CliRunner().invoke(main, arguments)
         assert done.exit_code == 0, done.output
 
-    gpu_stages.run_wands, gpu_stages.bench_peers.KINDS = run_wands, kinds
+    gpu_stages.run_wands = run_wands
+    gpu_stages.bench_peers.KINDS = kinds
     gpu_stages.STEP_RUNS = {name: gpu_stages.STEP_RUNS[name] for name in runs}
     gpu_stages.time_calls = lambda work, device, rounds=5: (work(), (2.0, 1.0))[1]
     parts = {}

@@ -121,7 +121,8 @@ def evaluate_robust(run: Path, data: Path, out: Path) -> tuple[str, float, float
 
 
 def test_the_held_out_loss_is_that_of_the_objective(tiny_pipeline: Path, tmp_path: Path, worlds):
-    train, held_out = tmp_path / "train", tmp_path / "held out"
+    train = tmp_path / "train"
+    held_out = tmp_path / "held out"
     write_cache(train, tiny_pipeline, "abcd", 1)
     write_cache(held_out, tiny_pipeline, "xyz", 2)
     data = ("data.mock=null", f"data.cache={train}", f"eval.cache={held_out}", "eval.max_share=1000")

@@ -46,8 +46,12 @@ def selftest(model: Path | str, **options: Any) -> Iterator[Result]:
     return selftest_command.selftest(SelftestOptions(model=str(model), **options))
 
 
-T2V, I2V, FLF2V = "wan2.1-t2v-1.3b", "wan2.1-i2v-14b", "wan2.1-flf2v-14b"
-T2V_A14B, I2V_A14B, TI2V = "wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"
+T2V = "wan2.1-t2v-1.3b"
+I2V = "wan2.1-i2v-14b"
+FLF2V = "wan2.1-flf2v-14b"
+T2V_A14B = "wan2.2-t2v-a14b"
+I2V_A14B = "wan2.2-i2v-a14b"
+TI2V = "wan2.2-ti2v-5b"
 VAE = ["vae.pixels", "vae.latents", "vae.statistics"]
 TEXT = ["text.tied", "text.embeds", "text.length"]
 DIT = ["names", "packed.output", "packed.gradients"]
@@ -139,7 +143,8 @@ def untied_embeddings(patch: Patch) -> None:
 
 def zeros_instead_of_gray(patch: Patch) -> None:
     """Latents that are zero where the frames are gray, and the given images encoded alone."""
-    given_frames, encode = selftest_encoders.given_frames, WanVideoEncoder.encode
+    given_frames = selftest_encoders.given_frames
+    encode = WanVideoEncoder.encode
     given: list[tuple[torch.Tensor, bool]] = []
 
     def remember(pixels: torch.Tensor, last_image: bool) -> torch.Tensor:

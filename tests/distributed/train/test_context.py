@@ -204,7 +204,8 @@ def test_where_float32_itself_is_worse(worlds: WorldPool, tiny_pipeline: Path, t
     is further than TOLERANCE from its own float64 there. Spreading the step moves no gradient further than that."""
     short = (*CLIPS, CLIPS[0].replace("[100,512,200,300,150]", "[5,9,3]"))
     truth = stock_gradients(tiny_pipeline, make_run(tiny_pipeline, tmp_path, short, world_size=1))
-    spread, alone = [], []
+    spread = []
+    alone = []
     for bins in (1, 2, 6):
         overrides = (*short, f"train.bins_per_step={bins}")
         ours = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))[0].gradients
@@ -515,7 +516,8 @@ def test_k_plus_k_is_2k_bitwise(
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "lr", "grad_norm"):
         assert [row[name] for row in resumed] == [row[name] for row in straight], name
-    ours, theirs = weights(tmp_path / "a"), weights(tmp_path / "b")
+    ours = weights(tmp_path / "a")
+    theirs = weights(tmp_path / "b")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert len({row["loss"] for row in straight}) == 6

@@ -20,7 +20,8 @@ def write_cache(
     path: Path, model: Path, names: str, seed: int, licenses: dict[str, str] | None = None
 ) -> None:
     """Clips of 4 to 20 tokens."""
-    run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(seed)
+    run = make_run(model, path, world_size=1)
+    draw = torch.Generator().manual_seed(seed)
     with CacheWriter(path, run.model.variant, {}, max_samples=2) as writer:
         for number, name in enumerate(names):
             latents = torch.randn(
@@ -58,7 +59,8 @@ def visited(run_dir: Path, step: int) -> set[tuple[str, int, int, float]]:
 
 @pytest.mark.slow
 def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides, tmp_path: Path, run_world):
-    once, twice = tmp_path / "once", tmp_path / "twice"
+    once = tmp_path / "once"
+    twice = tmp_path / "twice"
     whole, *_ = run_world(2, run_training, tiny_pipeline, once, overrides)
     run_world(2, run_training, tiny_pipeline, twice, (*overrides, "train.max_steps=5"))
     resumed, *_ = run_world(2, run_training, tiny_pipeline, twice, overrides, None, True)

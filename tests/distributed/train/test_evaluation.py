@@ -47,7 +47,8 @@ from wands.train.evaluation_plan import (
     plan_evaluation,
 )
 
-TI2V, A14B = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b"
+TI2V = "wan2.2-ti2v-5b"
+A14B = "wan2.2-t2v-a14b"
 # Two of the seven clips are held out. The budget does not limit anything here.
 EVAL = ("data.holdout=0.4", "eval.every=2", "eval.max_share=1000")
 STEPS = ("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=9", "optim.lr=1e-4")
@@ -81,10 +82,8 @@ def test_it_is_the_loss_of_stock_diffusers(reference: Any, tiny_pipeline: Path):
     plan = json.loads((out / "evaluation.json").read_text())
     model = WanTransformer3DModel.from_pretrained(tiny_pipeline, subfolder="transformer").eval()
     run = make_run(tiny_pipeline, out / "again", EVAL, world_size=1)
-    data, patch = (
-        MockDataset(MockConfig.model_validate(run.recipe.data.mock), run.model.shape, 0),
-        run.model.shape.patch_size,
-    )
+    data = MockDataset(MockConfig.model_validate(run.recipe.data.mock), run.model.shape, 0)
+    patch = run.model.shape.patch_size
     assert [clip["side"] for clip in plan["clips"]] == [HELD_OUT] * 2 + [TRAIN] * 2
     expected = []
     for clip in plan["clips"]:
@@ -172,13 +171,15 @@ def test_the_training_does_not_notice_it(
         "data.prefetch=2",
     )
     settings += ("train.max_steps=3", "model.dropout=0.2") if dropout else ("train.max_steps=3",)
-    series, evaluates = {}, ("eval.every=1", "eval.max_share=1000", "eval.max_clips=1")
+    series = {}
+    evaluates = ("eval.every=1", "eval.max_share=1000", "eval.max_clips=1")
     for name, more in (("with", evaluates), ("without", ())):
         ranks = worlds[2].run(run_training, tiny_pipeline, tmp_path / name, (*settings, *more), zero(3))
         series[name] = ranks[0]
     assert losses(series["with"]) == losses(series["without"])
     assert [row["grad_norm"] for row in series["with"]] == [row["grad_norm"] for row in series["without"]]
-    ours, theirs = weights(tmp_path / "with"), weights(tmp_path / "without")
+    ours = weights(tmp_path / "with")
+    theirs = weights(tmp_path / "without")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for path in (tmp_path / "with" / "checkpoints" / "step_00000003").rglob("*_rank_*"):
         assert path.read_bytes() == Path(str(path).replace("/with/", "/without/")).read_bytes(), path.name
@@ -224,7 +225,8 @@ def test_a_resumed_run_has_the_same_curve(
     reference: Any, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     """Killed after step 3 and while it was evaluated for the last time: rows that are missing are made up for."""
-    settings, said = (*EVAL, *STEPS), []
+    settings = (*EVAL, *STEPS)
+    said = []
     worlds[1].run(run_training, tiny_pipeline, tmp_path, settings, zero(0))
     for path in (tmp_path / "checkpoints").glob("step_00000004"):
         path.rename(tmp_path / "gone")
@@ -507,7 +509,8 @@ def test_the_interval_is_students():
     clips = [EvaluationClip(key=str(i), side=HELD_OUT, num_tokens=8, sigmas={}) for i in range(64)]
     generator = np.random.default_rng(0)
     for num, quantile in ((2, 12.706), (5, 2.776), (11, 2.228), (12, 2.201), (31, 2.042), (64, 1.998)):
-        plan, values = plan_of(clips[:num]), generator.normal(size=num)
+        plan = plan_of(clips[:num])
+        values = generator.normal(size=num)
         change = paired_change(plan, HELD_OUT, values.tolist(), [0.5] * num)
         half = quantile * values.std(ddof=1) / num**0.5
         assert change is not None

@@ -44,7 +44,8 @@ def train_with_a_damaged_clip(model: Path, out: Path, overrides: tuple[str, ...]
 
 
 def test_a_crash_is_a_restart_and_stays_in_the_log(tiny_pipeline: Path, tmp_path: Path, worlds):
-    out, last = tmp_path / "run", ("train.max_steps=6", *SETTINGS)
+    out = tmp_path / "run"
+    last = ("train.max_steps=6", *SETTINGS)
     worlds[1].run(train_until_a_crash, tiny_pipeline, out, 4, last)
     worlds[1].run(train_until_a_crash, tiny_pipeline, out, 2, last, True)
     path = out / "events.jsonl"

@@ -38,7 +38,8 @@ def test_the_other_clips_keep_their_steps_and_their_noise(tiny_pipeline: Path, t
     whole = run("run")
     every_clip = clips_of(tmp_path / "run")
     without = run("run", OUT, resume=tmp_path / "run" / "checkpoints" / "step_00000002")
-    left, after = clips_of(tmp_path / "run"), weights(tmp_path / "run")
+    left = clips_of(tmp_path / "run")
+    after = weights(tmp_path / "run")
     names = {"mock-000001", "mock-000004"}
     assert left == {clip for clip in every_clip if clip[0] <= 2 or clip[1] not in names}
     assert losses(without)[:2] == losses(whole)[:2]
@@ -97,7 +98,8 @@ def test_wrong_keys_are_refused(tiny_pipeline: Path, tmp_path: Path):
         run(f"data.exclude={tmp_path / 'missing.txt'}")
     keys = tmp_path / "bad clips.txt"
     keys.write_text("mock-000001\n\nmock-000004\n")
-    of_file, of_list = run(f"data.exclude={keys}"), run(OUT)
+    of_file = run(f"data.exclude={keys}")
+    of_list = run(OUT)
     assert of_file.recipe == of_list.recipe  # every rank and the checkpoint know the keys, not the path
     assert of_file.state.data_fingerprint == run().state.data_fingerprint
 
@@ -120,7 +122,8 @@ def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_pa
 
 def test_the_state_counts_the_licences_of_the_trained_clips(tiny_pipeline: Path, tmp_path: Path):
     """Of two sources with repeats, each clip counts once, and excluded clips do not count."""
-    cc, mit = dict.fromkeys("abcd", "CC-BY-4.0"), dict.fromkeys("xy", "MIT")
+    cc = dict.fromkeys("abcd", "CC-BY-4.0")
+    mit = dict.fromkeys("xy", "MIT")
     write_cache(tmp_path / "one", tiny_pipeline, "abcdef", 1, cc)
     write_cache(tmp_path / "two", tiny_pipeline, "axyz", 2, mit)
     write_cache(tmp_path / "bare", tiny_pipeline, "abc", 1)

@@ -87,7 +87,8 @@ def test_packing_off_gives_the_same_loss_per_sample(
                 0
             ]
         )
-    packed, single = sample_losses(tmp_path / "true"), sample_losses(tmp_path / "false")
+    packed = sample_losses(tmp_path / "true")
+    single = sample_losses(tmp_path / "false")
     assert packed.keys() == single.keys()
     assert len(packed) >= 8
     for key, value in packed.items():
@@ -115,7 +116,8 @@ def test_k_plus_k_is_2k_bitwise(stage: int, world_size: int, tiny_pipeline: Path
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "lr", "grad_norm"):
         assert [row[name] for row in resumed] == [row[name] for row in straight], name
-    ours, theirs = weights(tmp_path / "a"), weights(tmp_path / "b")
+    ours = weights(tmp_path / "a")
+    theirs = weights(tmp_path / "b")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert len({row["loss"] for row in straight}) == 6

@@ -103,7 +103,8 @@ def test_a_lora_resumes_bitwise_and_its_checkpoint_holds_nothing_else(
 def test_only_a_run_that_begins_asks_for_the_lora_that_it_goes_on_from(
     start: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    begun, run = shutil.copytree(start, tmp_path / "begun"), tmp_path / "run"
+    begun = shutil.copytree(start, tmp_path / "begun")
+    run = tmp_path / "run"
     settings = (*LORA, f"lora.init_from={begun}")
     worlds[1].run(run_training, tiny_pipeline, run, (*settings, "train.max_steps=1"), zero(2))
     shutil.rmtree(begun)
@@ -135,10 +136,12 @@ def test_frozen_weights_stay_bitwise_and_resume_too(tiny_pipeline: Path, tmp_pat
             run_training, tiny_pipeline, tmp_path / "run", (*settings, "checkpoint.keep=3"), zero(3), resume
         )[0]
 
-    straight, after = run(), load_exported_state(tmp_path / "run")
+    straight = run()
+    after = load_exported_state(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
     assert losses(run(resume=True)) == losses(straight)
-    again, before = load_exported_state(tmp_path / "run"), load_weights(tiny_pipeline)
+    again = load_exported_state(tmp_path / "run")
+    before = load_weights(tiny_pipeline)
     assert after.keys() == before.keys()
     assert all(torch.equal(again[name], value) for name, value in after.items())
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -196,7 +199,8 @@ def test_frozen_weights_are_in_the_checkpoint_of_every_stage(
 ):
     settings = ("model.trainable=['blocks.*.attn*']", "train.max_steps=1")
     worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, zero(stage))
-    after, before = load_exported_state(tmp_path), load_weights(tiny_pipeline)
+    after = load_exported_state(tmp_path)
+    before = load_weights(tiny_pipeline)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before if ".attn" not in name)
 

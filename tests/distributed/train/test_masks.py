@@ -36,7 +36,8 @@ def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
     Args:
         kind: "masks": three clips have a random mask; "ones": all have a mask of ones; "none": no clip has a mask.
     """
-    run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(3)
+    run = make_run(model, path, world_size=1)
+    draw = torch.Generator().manual_seed(3)
     with CacheWriter(path, run.model.variant, {}) as writer:
         for number, shape in enumerate(SHAPES):
             latents = torch.randn(run.model.shape.out_channels, *shape, generator=draw).bfloat16()
@@ -123,7 +124,8 @@ def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
     tmp_path: Path,
 ):
     """A first frame that TI2V is given counts neither in the loss nor in its divisors, whatever its mask is."""
-    model, ratio = tiny_variant(name), 0.6 if "ti2v" in name else 0.0
+    model = tiny_variant(name)
+    ratio = 0.6 if "ti2v" in name else 0.0
     settings = [*write_cache(tmp_path / "cache", model, "masks"), f"loss.reduction={reduction}"]
     settings += [f"train.bins_per_step={grid.dp}", *([f"flow.i2v_ratio={ratio}"] if ratio else [])]
     run = make_run(model, tmp_path, tuple(settings), world_size=1)
@@ -132,7 +134,9 @@ def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
     assert worst(ranks[0].gradients, stock_gradients(model, run)) <= TOLERANCE
     if reduction == "sample":
         return
-    mean, count, given = 0.0, 0.0, set()
+    mean = 0.0
+    count = 0.0
+    given = set()
     for number, shape in enumerate(SHAPES):
         weights = run.data.read(number).arrays.get("token_weights")
         weights = torch.ones(shape[0], shape[1] // 2, shape[2] // 2) if weights is None else weights.double()

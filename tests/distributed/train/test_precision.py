@@ -32,7 +32,8 @@ from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear", "train.bins_per_step=2")
-DP, CP = Grid(2, 1, 1), Grid(1, 1, 2)
+DP = Grid(2, 1, 1)
+CP = Grid(1, 1, 2)
 WEIGHTS_FILE = Path("transformer") / "diffusion_pytorch_model.safetensors"
 
 
@@ -68,7 +69,8 @@ def rounded(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="module")
 def decoded(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """For each codec a pipeline whose weights are what the codes stand for."""
-    folder, found = tmp_path_factory.mktemp("decoded"), {}
+    folder = tmp_path_factory.mktemp("decoded")
+    found = {}
     for name in ("int8", "nf4"):
         weights = load_weights(tiny_pipeline)
         for path, layer in load_transformer(
@@ -201,12 +203,14 @@ def test_trained_weights_in_bf16_take_the_steps_of_fp32(
         overrides = (*settings, f"precision.weights={weights}")
         return worlds[2].run(run_training, rounded, tmp_path / weights, overrides, zero(stage), resume)[0]
 
-    plain, narrow = run("fp32"), run("bf16")
+    plain = run("fp32")
+    narrow = run("bf16")
     assert losses(plain) == losses(narrow)
     wanted, found = (load_exported_state(tmp_path / weights) for weights in ("fp32", "bf16"))
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    before, name = load_weights(rounded), "blocks.0.ffn.net.0.proj.weight"
+    before = load_weights(rounded)
+    name = "blocks.0.ffn.net.0.proj.weight"
     assert found[name].dtype == torch.float32
     assert (found[name] != before[name]).float().mean() > 0.99
     assert (found[name].bfloat16() == before[name]).float().mean() > 0.9
@@ -242,14 +246,16 @@ def test_a_lora_on_codes_resumes_bitwise_and_merges_into_the_weights(
     def run(resume: bool = False) -> list[dict[str, Any]]:
         return worlds[2].run(run_training, tiny_pipeline, tmp_path / "run", settings, zero(3), resume)[0]
 
-    straight, last = run(), load_exported_state(tmp_path / "run")
+    straight = run()
+    last = load_exported_state(tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
     assert losses(run(resume=True)) == losses(straight)
     again = load_exported_state(tmp_path / "run")
     assert all(torch.equal(again[name], value) for name, value in last.items())
     assert all(".lora_" in name and value.dtype == torch.float32 for name, value in last.items())
     update = MergedLoras([(1.0, LoraUpdate(load_lora_of(tmp_path / "run")))])
-    base, merged = load_weights(tiny_pipeline), load_full_weights(tmp_path / "run")
+    base = load_weights(tiny_pipeline)
+    merged = load_full_weights(tmp_path / "run")
     assert base.keys() == merged.keys()
     assert all(torch.equal(merged[name], update(name, weight)) for name, weight in base.items())
 

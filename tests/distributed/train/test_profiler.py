@@ -40,7 +40,8 @@ def profiled(
     """Train. Return the metrics, the rows of each table, and the number of wrapped methods that are left."""
     tables: list[Rows] = []
     wrapped: list[tuple[Any, str]] = []
-    wrap, table = profiler._wrap, profiler.format_scopes
+    wrap = profiler._wrap
+    table = profiler.format_scopes
 
     def watched_wrap(owner: Any, method: str, *more: Any) -> None:
         wrapped.append((owner, method))
@@ -51,7 +52,8 @@ def profiled(
         assert not any(hasattr(vars(owner).get(method), "__wrapped__") for owner, method in wrapped)
         return table(rows, *more)
 
-    profiler._wrap, profiler.format_scopes = watched_wrap, watched_table
+    profiler._wrap = watched_wrap
+    profiler.format_scopes = watched_table
     return run_training(model, out, overrides, ds), tables, len(wrapped)
 
 
@@ -69,7 +71,8 @@ def test_a_profiled_run_is_the_run(
     tiny_pipeline: Path, tmp_path: Path, run_world, grid: str, stage: int, more: str, scopes: set[str]
 ):
     overrides = (*STEPS, f"parallel.{grid}_degree=2", more)
-    plain, watched = tmp_path / "plain", tmp_path / "watched"
+    plain = tmp_path / "plain"
+    watched = tmp_path / "watched"
     rows, *_ = run_world(2, run_training, tiny_pipeline, plain, overrides, zero(stage))
     (found, tables, num_wrapped), (_, others, _) = run_world(
         2, profiled, tiny_pipeline, watched, (*overrides, WINDOW), zero(stage)
@@ -109,7 +112,8 @@ def test_flops_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     overrides = (*overrides, "profile={start: 2, steps: 1}", "attention.backend=reference")
     ((_, (rows,), _),) = run_world(1, profiled, tiny_pipeline, tmp_path / "run", overrides)
     run = make_run(tiny_pipeline, tmp_path / "other", overrides, world_size=1)
-    shape, bins = run.model.shape, run.schedule.sampler.step_plan(1).bins
+    shape = run.model.shape
+    bins = run.schedule.sampler.step_plan(1).bins
     lens = [int(run.schedule.num_tokens[i]) for bin in bins for i in bin]
     attention = shape.attention_flops_per_squared_token() * sum(n * n for n in lens)
     counted = {name: row[3] for name, row in rows.items()}

@@ -40,7 +40,9 @@ SHARDED = zero(3)
 
 def train(model: Path, out: Path, overrides: tuple[str, ...], ds: Any = None) -> Any:
     """Train. Return the rows of metrics.jsonl, and the latents of the videos that this rank has decoded."""
-    decode, save, found = samples.decode_latents, samples.save_video, {}
+    decode = samples.decode_latents
+    save = samples.save_video
+    found = {}
     latents: list[torch.Tensor] = []
 
     def decode_latents(view: Any, given: torch.Tensor) -> np.ndarray:
@@ -68,7 +70,8 @@ def write_images(folder: Path) -> None:
         Image.fromarray(values).resize((64, 32)).save(folder / name)
 
 
-FIRST, LAST = {"image": "first.png"}, {"last_image": "last.png"}
+FIRST = {"image": "first.png"}
+LAST = {"last_image": "last.png"}
 CASES: dict[str, tuple[str, int, tuple[str, ...], Any, list[dict[str, Any]]]] = {
     "t2v": ("wan2.1-t2v-1.3b", 1, (), None, [{"guidance_scale": 1}]),
     "t2v-lora-dp": ("wan2.1-t2v-1.3b", 2, ("lora={rank: 4}",), None, [{}, {"num_inference_steps": 3}, {"num_frames": 5}]),
@@ -122,7 +125,8 @@ def test_the_videos_are_those_of_infer(
             for number, result in enumerate(results):
                 theirs = load_file(result.latents)["latents"]
                 assert difference(found[step, f"{number:03d}_{kind}"], theirs) <= CLOSE, (step, number, kind)
-    base, trained = found[0, "000_raw"], found[3, "000_raw"]
+    base = found[0, "000_raw"]
+    trained = found[3, "000_raw"]
     assert difference(base, trained) > 10 * CLOSE
 
 
@@ -147,7 +151,10 @@ def train_checked(
     model: Path, out: Path, overrides: tuple[str, ...], ds: Any, fault: str | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Train, with a fault in the samples. Return the rows of metrics.jsonl, and the lines of the log."""
-    write, block, lines, calls = samples.RunSamples.write, PackedWanBlock.forward, [], []
+    write = samples.RunSamples.write
+    block = PackedWanBlock.forward
+    lines = []
+    calls = []
 
     def checked(self: Any, step: int) -> None:
         torch.manual_seed(step)
@@ -246,7 +253,9 @@ def test_samples_do_not_change_the_training(
 
 def train_counted(model: Path, out: Path, overrides: tuple[str, ...], resume: Any = False) -> tuple[int, Any]:
     """Train. Return how often encoders were loaded, and the arguments of each contact sheet."""
-    load, draw, sheets = samples.load_components, samples.save_contact_sheet, []
+    load = samples.load_components
+    draw = samples.save_contact_sheet
+    sheets = []
 
     def record(path: Path, rows: Any, count: int, headings: Any) -> None:
         sheets.append((path.parent.name, headings, [[x is not None for x in row.videos] for row in rows]))
@@ -273,7 +282,8 @@ def test_a_resumed_run_has_the_samples_of_one_without_a_break(
 
     loads, sheets = run("a", 2)
     assert loads == 1
-    now, both = ("base", "now", "EMA"), [[True] * 3] * 2
+    now = ("base", "now", "EMA")
+    both = [[True] * 3] * 2
     assert sheets == [
         ("step_00000000", ("base",), [[True]] * 2),
         ("step_00000001", now, both),

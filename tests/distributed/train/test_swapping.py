@@ -124,7 +124,8 @@ def drop_wait(folder: Path) -> bool:
     plain = outcome(folder, 0, case("full", "fp32", 0))[0]
     original = swapping.new_copy_stream
     swapping.new_copy_stream = lambda device: LateLane()
-    LateLane.wait, wait = lambda self, event: None, LateLane.wait
+    wait = LateLane.wait
+    LateLane.wait = lambda self, event: None
     try:
         return outcome(folder, 0, case("full", "fp32", 4))[0] != plain
     except (

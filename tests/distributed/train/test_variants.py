@@ -80,7 +80,8 @@ def test_tokens_of_given_frames_are_neither_trained_nor_counted(
 
 def test_of_sources_visited_in_part_the_rows_visited_count(pipelines: dict[str, Path], tmp_path: Path):
     """A mean over all rows would be wrong here, negative even."""
-    model, sources = pipelines["wan2.2-ti2v-5b"], []
+    model = pipelines["wan2.2-ti2v-5b"]
+    sources = []
     for name, names, repeat in (("a", "abcdefghij", 0.1), ("b", "klmnopqrst", 1.0)):
         write_cache(tmp_path / name, model, names, seed=1)
         sources.append(f"{{path: {tmp_path / name}, repeat: {repeat}}}")
@@ -128,7 +129,9 @@ def test_both_experts_are_two_runs_of_one(
         overrides = (*TWO, f"model.experts={experts}", *more)
         return worlds[2].run(run_training, model, tmp_path / name, overrides, zero(stage), resume)[0]
 
-    both, high, low = run("both", "both"), run("high", "high"), run("low", "low")
+    both = run("both", "both")
+    high = run("high", "high")
+    low = run("low", "low")
     assert [row["loss_high"] for row in both] == losses(high) == [row["loss_high"] for row in high]
     assert [row["loss_low"] for row in both] == losses(low)
     for name, alone in (("high", high), ("low", low)):

@@ -276,7 +276,8 @@ def test_a_spike_is_skipped_and_a_resume_keeps_the_decisions(tiny_pipeline: Path
         "checkpoint.keep=5",
         "train.spike_zscore=60",
     )
-    once, twice = tmp_path / "once", tmp_path / "twice"
+    once = tmp_path / "once"
+    twice = tmp_path / "twice"
     straight = run_world(2, spiky, tiny_pipeline, once, overrides)[0]
     found = events(once)
     assert (

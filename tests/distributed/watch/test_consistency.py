@@ -69,7 +69,8 @@ def zero(stage: int, threshold: int = 100) -> dict[str, Any]:
 
 def slow_checksum(tensor: torch.Tensor) -> int:
     """The same hash in Python integers, element by element."""
-    size, mask = tensor.element_size(), (1 << 64) - 1
+    size = tensor.element_size()
+    mask = (1 << 64) - 1
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     width = min(size, 4)
     total = 0
@@ -122,7 +123,8 @@ def test_the_checksum_sees_every_change():
     others += [values.flip(0), values.roll(1), values[torch.randperm(3000)], values[:-1]]
     for i in range(0, 2998, 2):  # neighbors change places
         swapped = values.clone()
-        swapped[i], swapped[i + 1] = values[i + 1], values[i]
+        swapped[i] = values[i + 1]
+        swapped[i + 1] = values[i]
         others.append(swapped)
     sums = [tensor_checksum(other).item() for other in others]
     assert original not in sums
@@ -272,7 +274,8 @@ def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
         "plan": other_bins(run_with()) if is_odd else mock,
     }
     _, _, device = init_process_group()
-    said, slowest = {}, 0.0
+    said = {}
+    slowest = 0.0
     for name, run in runs.items():
         parts = run.digests()
         started = time.perf_counter()
@@ -339,7 +342,8 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
         identity = DataIdentity.of(run.recipe, other, lengths)
         return replace(run, identity=identity).digests()["data"]
 
-    keys, lengths = run.data.keys, run.schedule.num_tokens
+    keys = run.data.keys
+    lengths = run.schedule.num_tokens
     assert data_of(list(keys), lengths.copy()) == run.digests()["data"]
     longer = lengths.copy()
     longer[3] += 1
@@ -377,7 +381,8 @@ def drift(model: Path, out: Path, ds: dict[str, Any], odd: int) -> list[Said]:
             for name, parameter in engine.module.named_parameters()
             if parameter.data.numel() > 1  # ZeRO-3 leaves nothing of what it has sharded
         ]
-        first, last = whole[0], whole[-1]
+        first = whole[0]
+        last = whole[-1]
 
         def check_with(*changes: tuple[torch.Tensor, int, int]) -> Said:
             if rank == odd:
@@ -526,7 +531,8 @@ def test_checking_changes_no_bit(stage: int, threshold: int, tiny_pipeline: Path
     assert losses(runs[True]) == losses(runs[False])
     assert [row["grad_norm"] for row in runs[True]] == [row["grad_norm"] for row in runs[False]]
     assert len(set(losses(runs[True]))) == 4
-    ours, theirs = weights(tmp_path / "True"), weights(tmp_path / "False")
+    ours = weights(tmp_path / "True")
+    theirs = weights(tmp_path / "False")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -567,7 +573,8 @@ def compare_steps(cases: list[tuple[list[StepPlan], int]]) -> list[Said]:
 
 def test_a_step_compares_its_plan_and_the_weights(tiny_pipeline: Path, tmp_path: Path, run_world):
     plan = make_run(tiny_pipeline, tmp_path, world_size=1).schedule.sampler.step_plan(1)
-    other, later = replace(plan, bins=plan.bins[::-1]), replace(plan, step=2)
+    other = replace(plan, bins=plan.bins[::-1])
+    later = replace(plan, step=2)
     cases = [([plan, plan], 0), ([plan, other], 0), ([plan, later], 0), ([plan, plan], 1)]
     same, bins, step, weight = zip(*run_world(2, compare_steps, cases), strict=True)
     assert same == (None, None)

@@ -27,7 +27,8 @@ def interrupted(
     model: Path, out: Path, error: WandsError, first: int, more: tuple[str, ...], times: int = 99
 ) -> Any:
     """Train, but `times` reads of rank 1 fail after `first`. Returns the class, text, agreement and code of the error."""
-    read, count = MockDataset.read, [0]
+    read = MockDataset.read
+    count = [0]
 
     def reading(data: MockDataset, index: int, *args: Any) -> Sample:
         count[0] += 1

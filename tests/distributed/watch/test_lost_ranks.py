@@ -29,7 +29,9 @@ def train_until(fault: str, model: Path, out: Path, overrides: tuple[str, ...]) 
     rank = int(os.environ["RANK"])
     sys.stderr.flush()
     os.dup2(os.open(out / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    watchdog._HANG_WAIT, watchdog._LOSS_WAIT, watchdog._TICK = 1.0, 0.2, 0.1
+    watchdog._HANG_WAIT = 1.0
+    watchdog._LOSS_WAIT = 0.2
+    watchdog._TICK = 0.1
 
     def fail(step: int) -> None:
         if step == 3 and rank == 1:
@@ -39,7 +41,8 @@ def train_until(fault: str, model: Path, out: Path, overrides: tuple[str, ...]) 
         time.sleep(rank == 0)
         dump(folder)
 
-    dump, watchdog.dump_collectives = watchdog.dump_collectives, dump_late
+    dump = watchdog.dump_collectives
+    watchdog.dump_collectives = dump_late
     plugin = Plugin(objective=Hooked(before=fail))
     try:
         run_training(model, out, ("train.max_steps=50", *overrides), plugin=plugin)
@@ -51,7 +54,8 @@ def train_until(fault: str, model: Path, out: Path, overrides: tuple[str, ...]) 
 def test_a_rank_that_dies_is_one_sentence_on_the_others(new_world, tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(AssertionError, match="rank 1 died"):
         new_world(2, catch_to_file, "killed", tiny_pipeline, tmp_path, ())
-    error, closed = (tmp_path / "error-0").read_text(), r"Connection (closed|reset) by peer"
+    error = (tmp_path / "error-0").read_text()
+    closed = r"Connection (closed|reset) by peer"
     prefix = r"RankError: step 3: the connection to another rank failed \([^()]*"
     assert re.match(prefix + closed, error)
     assert "no answer within 0 s from rank 1; rank 0 in " in error

@@ -33,7 +33,8 @@ def train_with_delays(
         delays: seconds for each rank.
         kind: "sleep" or "work" (busy) in each layer, "tokens": sleep this long for each token, "data": sleep before a step.
     """
-    delay, lines = delays[int(os.environ["RANK"])], []
+    delay = delays[int(os.environ["RANK"])]
+    lines = []
     stragglers.WINDOW = 5
 
     def wait(num_tokens: int) -> None:

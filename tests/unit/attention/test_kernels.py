@@ -106,7 +106,9 @@ def test_rows_behind_the_last_segment_attend_to_nothing(name: str):
 
 def check_blocks(backend: Backend, dtype: torch.dtype, device: str = "cpu", dim: int = DIM) -> None:
     """Use a kernel as a ring does: attend to blocks of keys, merge, and pass the merged result to the backward of every block."""
-    lens, cut = (6, 3, 4), (2, 3, 0)  # the first block holds `cut` keys of each segment
+    # the first block holds `cut` keys of each segment
+    lens = (6, 3, 4)
+    cut = (2, 3, 0)
     q, k, v, dout = make_inputs(lens, lens, dtype, device, dim)
     whole = Segments.build(lens, device=device)
     rest = tuple(a - b for a, b in zip(lens, cut, strict=True))
@@ -147,7 +149,8 @@ def test_backward_takes_the_merged_result_of_blocks(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_does_not_reach_the_scores(name: str, dtype: torch.dtype):
     q, k, v, dout = make_inputs((64,), (64,), dtype, dim=64)
-    segments, backend = Segments.build((64,)), choose_backend(name, "cpu", dtype)
+    segments = Segments.build((64,))
+    backend = choose_backend(name, "cpu", dtype)
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = backend.forward(q, k, v, segments, 1.0)
         grads = backend.backward(dout, q, k, v, out, lse, segments, 1.0)
@@ -269,7 +272,8 @@ def kernel_backward(
     segments = Segments.build(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
     assert (max_seqlen_q, max_seqlen_k) == (segments.max_seqlen_q, segments.max_seqlen_k)
     grads = REFERENCE.backward(dout, q, k, v, out, lse, segments, scale)
-    lens_q, lens_k = segments.lens_q, segments.lens_k
+    lens_q = segments.lens_q
+    lens_k = segments.lens_k
     for grad, lens in zip(grads, ((lens_q, lens_k), (lens_k, lens_q), (lens_k, lens_q)), strict=True):
         for rows in idle_rows(*lens, len(grad)):
             grad[rows] = torch.nan
@@ -349,9 +353,11 @@ class Flash4Module(ModuleType):
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The three flash-attn packages, with their interfaces and the reference's arithmetic."""
-    flash_attn, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    flash_attn = ModuleType("flash_attn")
+    cute = ModuleType("flash_attn.cute")
     flash_attn.flash_attn_interface = Flash2Module("flash_attn.flash_attn_interface")
-    flash_attn.cute, cute.interface = cute, Flash4Module("flash_attn.cute.interface")
+    flash_attn.cute = cute
+    cute.interface = Flash4Module("flash_attn.cute.interface")
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", Flash3Module("flash_attn_interface"))
@@ -378,7 +384,8 @@ def test_torch_kernel_is_called_as_its_interface_asks(name: str):
 @pytest.fixture(params=[4, 3], ids=["lse [1, H, T, 1]", "lse [1, H, T]"])
 def cudnn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """cuDNN's two operators with their own arguments and the reference's arithmetic; the lengths of each dense call."""
-    aten, calls = torch.ops.aten, []
+    aten = torch.ops.aten
+    calls = []
     names = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"
     arguments = [
         [argument.name for argument in getattr(aten, name).default._schema.arguments] for name in names
@@ -460,7 +467,8 @@ def test_short_segments_go_to_the_other_kernel_in_one_call(cudnn):
         return lambda *args: calls.append(args[-2]) or run(*args)
 
     short = FlashBackend("cpu", watch(REFERENCE.run_forward), watch(REFERENCE.run_backward), min_major=8)
-    backend, segments = cudnn_backend(64, short), Segments.build(lens_q, lens_k)
+    backend = cudnn_backend(64, short)
+    segments = Segments.build(lens_q, lens_k)
     out, lse = backend.forward(q, k, v, segments, 0.3)
     backend.backward(dout, q, k, v, out, lse, segments, 0.3)
     pairs = [(a.stop - a.start, b.stop - b.start) for s in calls for a, b in s.pairs()]
@@ -539,7 +547,8 @@ ALL = {"flash-attn", "flash-attn-3", "flash-attn-4"}
     ],
 )
 def test_auto_names_its_choice(device, dtype, capability, installed, expected, gpu, caplog):
-    gpu.capability, gpu.installed = capability, installed
+    gpu.capability = capability
+    gpu.installed = installed
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             assert choose_backend("auto", device, dtype).name == expected
@@ -596,7 +605,8 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
     monkeypatch.setattr(
         backends, "check_backend", lambda backend, device, *rest: check_backend(backend, "cpu", *rest)
     )
-    right, wrong = REFERENCE, Wrong(mistake)
+    right = REFERENCE
+    wrong = Wrong(mistake)
     monkeypatch.setitem(
         backends.BACKENDS, "torch", FlashBackend("torch", right.forward, right.backward, min_major=8)
     )

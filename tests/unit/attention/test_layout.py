@@ -132,7 +132,8 @@ def test_long_videos_cost_every_rank_the_same():
 
 def test_predicted_bytes_are_the_papers():
     """Ulysses 4Nh/P x (U-1)/U a pass; the ring R-1 blocks of keys and values, and in backward as many of their gradients."""
-    tokens, dim = 7200, 1536
+    tokens = 7200
+    dim = 1536
     for ring, ulysses in ((1, 4), (4, 1), (2, 2), (2, 4)):
         sent = ContextPlan.build([tokens], ring_degree=ring, ulysses_degree=ulysses).comm_bytes(dim, 2)
         per_rank = tokens * dim // (ring * ulysses)

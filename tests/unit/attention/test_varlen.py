@@ -56,7 +56,8 @@ def check_padded(
     compiled: bool = False,
 ) -> None:
     """Merged copies against copies that are really there."""
-    lens_q, num_pads = (5, 4, 3), [padded_len - length for length in lens_k]
+    lens_q = (5, 4, 3)
+    num_pads = [padded_len - length for length in lens_k]
     q, k, v, dout = make_inputs(lens_q, lens_k, dtype, device, dim)
     pad_k, pad_v = make_inputs((1,), (1,), dtype, device, dim)[:2]
     leaves = [x.requires_grad_() for x in (q, k, v, pad_k[0], pad_v[0])]
@@ -99,7 +100,8 @@ def test_pieces_of_the_queries_give_the_same_gradients(
     lens_k, padded_len: int, monkeypatch: pytest.MonkeyPatch
 ):
     """On a GPU, the backward pass of attention to texts cuts the queries into pieces."""
-    backend, seen = choose_backend("cpu", "cpu", torch.float64), []
+    backend = choose_backend("cpu", "cpu", torch.float64)
+    seen = []
     monkeypatch.setattr(varlen, "_piece_len", lambda dout: 2)
     monkeypatch.setattr(
         Backend, "backward", lambda *args, run=Backend.backward: seen.append(args[7].lens_q) or run(*args)
@@ -113,7 +115,9 @@ def check_short_text(backend: Backend, device: str = "cpu", dim: int = 128) -> N
 
     As exact as the kernel by itself over the long rows.
     """
-    lens_q, lens_k, padded_len = (96, 64, 32), (1, 10, 50), 512
+    lens_q = (96, 64, 32)
+    lens_k = (1, 10, 50)
+    padded_len = 512
     q, k, v, dout = make_inputs(lens_q, lens_k, torch.bfloat16, device, dim)
     pad_k, pad_v = make_inputs((1,), (1,), torch.bfloat16, device, dim)[:2]
     pad_v = pad_v * 0.01
@@ -135,7 +139,9 @@ def check_short_text(backend: Backend, device: str = "cpu", dim: int = 128) -> N
             out = varlen_attention(own[0], long(own[1], own[3]), long(own[2], own[4]), segments, backend)
         return [out.detach(), *torch.autograd.grad(out, own, dout.to(dtype))]
 
-    right, merged, kernel = run(torch.float64, False), run(torch.bfloat16, True), run(torch.bfloat16, False)
+    right = run(torch.float64, False)
+    merged = run(torch.bfloat16, True)
+    kernel = run(torch.bfloat16, False)
     names = ("out", "dq", "dk", "dv", "dpad_k", "dpad_v")
     for name, exact, ours, theirs in zip(names, right, merged, kernel, strict=True):
         error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (ours, theirs))
@@ -165,7 +171,9 @@ def test_a_segment_sees_nothing_of_the_others():
     q, k, v, _ = make_inputs(lens, lens, torch.float32)
     backend = choose_backend("cpu", "cpu", torch.float32)
     before = varlen_attention(q, k, v, Segments.build(lens), backend)
-    k[5:9], v[5:9], q[5:9] = 9.0, -9.0, 3.0
+    k[5:9] = 9.0
+    v[5:9] = -9.0
+    q[5:9] = 3.0
     after = varlen_attention(q, k, v, Segments.build(lens), backend)
     assert torch.equal(before[:5], after[:5])
     assert torch.equal(before[9:], after[9:])

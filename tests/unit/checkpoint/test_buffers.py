@@ -15,7 +15,8 @@ CPU = torch.device("cpu")
 
 
 def test_copies_use_the_same_memory_again():
-    value, host = torch.arange(5.0), HostBuffers()
+    value = torch.arange(5.0)
+    host = HostBuffers()
     files = [TensorFile("a", [LazyTensor.of("x", value), LazyTensor.of("y", value.to(torch.uint8))], {})]
     first = host.copy_files(files)[0].tensors
     value += 1

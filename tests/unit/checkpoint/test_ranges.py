@@ -9,7 +9,8 @@ import torch
 
 from wands.checkpoint.ranges import Range, copy_common
 
-ROWS, COLUMNS = 5, 12
+ROWS = 5
+COLUMNS = 12
 
 
 def divide(whole: torch.Tensor, num_columns: int, num_cuts: int) -> list[tuple[Range, torch.Tensor]]:

@@ -116,7 +116,8 @@ def test_options_shared_with_preprocess_are_the_same() -> None:
         "split",
     }
     for name in shared:
-        mine, other = ours[name], theirs[name]
+        mine = ours[name]
+        other = theirs[name]
         assert (mine.opts, mine.default) == (other.opts, other.default), name
         assert mine.type.to_info_dict() == other.type.to_info_dict(), name
         if isinstance(mine, click.Option) and isinstance(other, click.Option):
@@ -205,7 +206,8 @@ def test_it_says_how_much_footage_is_used(clips_dir: Path, tmp_path: Path) -> No
         assert used == pytest.approx(sum(sample.num_frames for sample in clip.samples) / 16)
         assert present == pytest.approx(clip.source.duration, abs=0.1)
         if mode == "head":
-            text, expected = f"uses 0.6 of {present:.1f} s; --clip-mode slide would use", with_slide
+            text = f"uses 0.6 of {present:.1f} s; --clip-mode slide would use"
+            expected = with_slide
         else:
             text = f"uses {used:.1f} of {present:.1f} s\n"
             assert used == with_slide == pytest.approx(expected)
@@ -417,7 +419,8 @@ def test_clips_that_do_not_meet_a_condition_are_counted_together(clips_dir: Path
 def test_a_film_without_a_used_clip_is_named(
     clips_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bikes, city = clips_dir / "bikes.mp4", clips_dir / "cityCC0.mpg"
+    bikes = clips_dir / "bikes.mp4"
+    city = clips_dir / "cityCC0.mpg"
     rows = [f"{bikes},0,1,a", f"{bikes},1,2,b", f"{city},0,1,c", f"{city},1,2,d"]
     (tmp_path / "shots.csv").write_text("\n".join(["video,start,end,caption", *rows, ""]))
     text = check(

@@ -117,7 +117,8 @@ def test_black_borders_until_a_crop_removes_them(tmp_path: Path, man: np.ndarray
     report = check(tmp_path / "clips.csv", max_pixels=[256 * 192, 128 * 96])
     texts = {clip.key.partition("@")[::2]: [*clip.warnings] for clip in report.clips}
     assert texts["low", ""] == texts["wide", "0.001"] == []
-    (wide,), (both,) = texts["wide", ""], texts["both", ""]
+    (wide,) = texts["wide", ""]
+    (both,) = texts["both", ""]
     assert wide.startswith("black borders: 18% of the height are learned")
     assert both.startswith("black borders: 18% of the height, 25% of the width are learned")
     assert ("black borders", 2) in report.problems()

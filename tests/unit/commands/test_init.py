@@ -240,7 +240,8 @@ def test_the_shell_and_the_folder_change_no_argument(
     subprocess.run(["bash", "-e", str(tmp_path / out / "commands.sh")], cwd="home", env=env, check=True)
     assert [path.name for path in Path("home").iterdir()] == ["arguments"]
     words = Path("home/arguments").read_text().split("\0")[:-1]
-    project, folder = str(tmp_path / out), str(tmp_path / "clips")
+    project = str(tmp_path / out)
+    folder = str(tmp_path / "clips")
     assert words[:4] == ["check", folder, "--max-pixels=6144", "--max-frames=9"]
     first = words.index("preprocess")
     model = ["--model", str(tmp_path / name)]

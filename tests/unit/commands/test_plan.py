@@ -102,7 +102,8 @@ def test_a_plan_needs_no_cache(tmp_path):
 
 
 def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
-    small, large = run(hardware="l40s"), run(hardware="h200")
+    small = run(hardware="l40s")
+    large = run(hardware="h200")
     assert float(rows_of(small)[0][6]) < 48e9 / 2**30 < float(rows_of(large)[0][6])
     seconds = [seconds_of(run(gpus=n)) for n in (8, 16, 32)]
     assert seconds[0] > 1.8 * seconds[1] > 3.2 * seconds[2]

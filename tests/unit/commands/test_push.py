@@ -688,7 +688,8 @@ def test_a_link_out_of_the_folder_is_not_followed(
 ) -> None:
     (tmp_path / "private" / "deep").mkdir(parents=True)
     (tmp_path / "private" / "000.png").write_text("secret")
-    target, path = tmp_path / "private", small / name
+    target = tmp_path / "private"
+    path = small / name
     if path.is_dir():
         shutil.rmtree(path)
     path.parent.mkdir(exist_ok=True)

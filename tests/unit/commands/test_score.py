@@ -31,7 +31,8 @@ def run(samples: Path, reference: Path, **options: Any) -> tuple[str, list[dict[
 
 
 def test_numbers_of_pairs_by_file_name(tmp_path: Path):
-    samples, clips = tmp_path / "samples", tmp_path / "clips"
+    samples = tmp_path / "samples"
+    clips = tmp_path / "clips"
     for name, seed in (("a", 0), ("b", 1), ("other", 2)):
         save_video(samples / "deep" / f"{name}.mp4", movie(seed), 16)
     save_video(clips / "a.mp4", movie(0), 16)  # without captions
@@ -58,7 +59,8 @@ def test_numbers_of_pairs_by_file_name(tmp_path: Path):
 
 def test_pairs_by_caption_and_frames_that_differ(tmp_path: Path):
     """A clip of another size, length and frame rate. Two folders name the videos of samples.jsonl differently."""
-    run_dir, clips = tmp_path / "run", tmp_path / "clips"
+    run_dir = tmp_path / "run"
+    clips = tmp_path / "clips"
     step = run_dir / "samples" / "step_00000010"
     save_video(step / "000_raw.mp4", movie(0, frames=5), 8)
     row = {"step": 10, "video": "samples/step_00000010/000_raw.mp4", "prompt": "a wave"}
@@ -76,7 +78,8 @@ def test_pairs_by_caption_and_frames_that_differ(tmp_path: Path):
 
 
 def test_latents(tmp_path: Path, tiny_pipeline: Path):
-    samples, clips = tmp_path / "samples", tmp_path / "clips"
+    samples = tmp_path / "samples"
+    clips = tmp_path / "clips"
     for folder, seed in ((samples, 0), (clips, 3)):
         save_video(folder / "a.mp4", movie(seed), 16)
         save_video(folder / "same.mp4", movie(1), 16)

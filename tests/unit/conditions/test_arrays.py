@@ -81,7 +81,8 @@ def test_a_rank_reads_only_its_frames(folder: Path, verify_all: bool):
         for frames in ((0, 1), (1, 3), (2, 2)):
             part = cache.read(number, frames)
             for name, axis in (("latents", 1), ("depth", 0), ("inside", 0)):
-                mine, all_of = part.arrays[name].movedim(axis, 0), whole.arrays[name].movedim(axis, 0)
+                mine = part.arrays[name].movedim(axis, 0)
+                all_of = whole.arrays[name].movedim(axis, 0)
                 assert torch.equal(mine[slice(*frames)], all_of[slice(*frames)])
                 others = [i for i in range(len(mine)) if not frames[0] <= i < frames[1]]
                 assert not mine[others].any()
@@ -160,7 +161,8 @@ def test_a_missing_condition_is_named():
 
 
 def test_the_order_of_the_config_counts():
-    first, second = Control(), type("Second", (Control,), {"name": "second", "channels": 4})()
+    first = Control()
+    second = type("Second", (Control,), {"name": "second", "channels": 4})()
     config = with_extra(CONFIG, variant_of(CONFIG, conditions=[first, second]))
     again = variant_of(config, conditions=[second, first])
     assert [condition.name for condition in again.extra] == ["control", "second"]

@@ -160,7 +160,8 @@ def test_missing_recipe_lists_the_shipped_ones():
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda row: row.name)
 def test_every_variant_has_a_full_and_a_lora_recipe(variant: Variant):
-    full, lora = load_recipe(f"{variant.name}-finetune"), load_recipe(f"{variant.name}-lora")
+    full = load_recipe(f"{variant.name}-finetune")
+    lora = load_recipe(f"{variant.name}-lora")
     assert (full.lora, lora.lora is not None) == (None, True)
     assert full.model.path == lora.model.path
     assert full.flow.flow_shift == lora.flow.flow_shift

@@ -79,7 +79,8 @@ def test_levelling_only_ever_narrows_and_keeps_all(lens: list[int], key: int):
 
 
 def test_levelling_finds_what_is_level():
-    lengths, costs = np.array([10, 30]), np.array([100, 900])
+    lengths = np.array([10, 30])
+    costs = np.array([100, 900])
     after = level([[1, 1, 1], [0] * 9], lengths, costs, 90, (0,))
     # 30 + 30 + 30 and nine tens: one swap of 30 for three tens leaves 2100 and 1500, no other is nearer
     assert sorted(int(costs[bin].sum()) for bin in after) == [1500, 2100]
@@ -94,7 +95,8 @@ def test_bins_of_samples_are_levelled_like_bins_of_lengths():
 
 @pytest.mark.parametrize(("mix", "narrower"), [("A", 0.6), ("B", 0.3)])
 def test_swaps_level_real_mixes(mix: str, narrower: float):
-    lens, max_tokens = length_mix(*MIXES[mix], num_samples=4000), 131_072
+    lens = length_mix(*MIXES[mix], num_samples=4000)
+    max_tokens = 131_072
     lengths, counts = histogram(lens.tolist())
     before = fewest_bins(lengths, counts, max_tokens)
     costs = (lengths.astype(np.int64) ** 2) // 1000
@@ -108,7 +110,8 @@ def test_swaps_level_real_mixes(mix: str, narrower: float):
 @examples(30)
 @given(lens=LENS, part=st.integers(1, 30), seed=st.integers(0, 5), epoch=st.integers(0, 5))
 def test_large_data_is_packed_in_parts(lens: list[int], part: int, seed: int, epoch: int):
-    whole, bins_module.PART = bins_module.PART, part
+    whole = bins_module.PART
+    bins_module.PART = part
     try:
         found = pack_bins(np.array(lens), cost_of(np.array(lens)), 100, seed, epoch)
     finally:

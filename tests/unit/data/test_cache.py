@@ -195,7 +195,8 @@ def test_long_captions_and_metadata_come_back(tmp_path: Path) -> None:
 
 
 def test_same_key_again_replaces_and_content_tells(tmp_path: Path) -> None:
-    old, new = make_sample(1), make_sample(4)
+    old = make_sample(1)
+    new = make_sample(4)
     new = replace(new, sample_id=old.sample_id)
     write(tmp_path / "c", [old, make_sample(2)])
     with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:
@@ -298,7 +299,8 @@ def bytes_read(cache: LatentCache, frames: tuple[int, int] | None) -> int:
         return int(Path("/proc/thread-self/io").read_text().split()[1])  # rchar
 
     cache.read(0, (0, 0))  # open the shard
-    before, idle = count(), count()
+    before = count()
+    idle = count()
     cache.read(0, frames)
     return count() - idle - (idle - before)
 
@@ -461,8 +463,10 @@ def test_not_a_folder(tmp_path: Path, path: str) -> None:
 def test_swapped_shards_are_noticed(tmp_path: Path) -> None:
     """Same size, same fingerprint, other samples: neither stat nor shapes tell them apart."""
     folder = write(tmp_path / "c", [make_sample(0), make_sample(3)], max_samples=1)
-    first, second = folder / "shard-00000.h5", folder / "shard-00001.h5"
-    a, b = first.read_bytes(), second.read_bytes()
+    first = folder / "shard-00000.h5"
+    second = folder / "shard-00001.h5"
+    a = first.read_bytes()
+    b = second.read_bytes()
     assert len(a) == len(b)
     first.write_bytes(b)
     second.write_bytes(a)

@@ -215,7 +215,8 @@ def test_mock_data_look_like_a_cache():
 
 
 def test_mock_samples_are_stable_and_different():
-    a, b = MockDataset(MOCK, SHAPE, seed=0), MockDataset(MOCK, SHAPE, seed=0)
+    a = MockDataset(MOCK, SHAPE, seed=0)
+    b = MockDataset(MOCK, SHAPE, seed=0)
     assert torch.equal(a.read(3).latents, b.read(3).latents)
     assert not torch.equal(a.read(1).latents, a.read(3).latents)
     assert not torch.equal(a.read(3).latents, MockDataset(MOCK, SHAPE, seed=1).read(3).latents)

@@ -25,7 +25,9 @@ from wands.patches import patchify
 from wands.variants import VARIANTS, DiTShape
 
 PATCH = (1, 2, 2)
-NUM_FRAMES, HEIGHT, WIDTH = 13, 32, 48
+NUM_FRAMES = 13
+HEIGHT = 32
+WIDTH = 48
 true_mask = conditions.image_mask
 VARIANTS_OF_MASKS = ["wan2.1-i2v-14b", "wan2.1-flf2v-14b"]
 
@@ -45,7 +47,8 @@ def clip(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
 
 def stock_input(folder: Path, frames: np.ndarray, last_image: bool) -> tuple[Tensor, Tensor]:
     """What `WanImageToVideoPipeline.__call__` does before its loop: noise, and the model's input [1, C, f, h, w]."""
-    pipeline, (height, width) = load(folder), frames.shape[1:3]
+    pipeline = load(folder)
+    (height, width) = frames.shape[1:3]
     given = [Image.fromarray(frames[0]), *([Image.fromarray(frames[-1])] if last_image else [])]
     first, *last = (pipeline.video_processor.preprocess(one, height, width) for one in given)
     with torch.no_grad():
@@ -74,7 +77,8 @@ def image_latents(folder: Path, frames: np.ndarray, last_image: bool) -> Tensor:
 
 def zeros_for_latents(folder: Path, frames: np.ndarray, last_image: bool) -> Tensor:
     """The mistake: nothing instead of what the VAE makes of gray."""
-    encoder, pixels = WanVideoEncoder(load(folder).vae), to_pixels(frames)
+    encoder = WanVideoEncoder(load(folder).vae)
+    pixels = to_pixels(frames)
     latents = image_latents(folder, frames, last_image) * 0
     latents[:, :1] = encoder.encode(pixels[:, :1])
     if last_image:
@@ -86,7 +90,8 @@ def check_model_input(
     folder: Path, variant: str, make: Callable[[Path, np.ndarray, bool], Tensor] = image_latents
 ) -> None:
     """The collator's shard, with the stock pipeline's noise in the place of the noisy tokens."""
-    row, frames = VARIANTS[variant], clip()
+    row = VARIANTS[variant]
+    frames = clip()
     last_image = "last_image" in row.conditions
     noise, wanted = stock_input(folder, frames, last_image)
     config = load(folder).transformer.config
@@ -119,7 +124,8 @@ def mask_of_the_whole_last_frame(latent_shape: tuple[int, int, int], last_image:
 def mask_of_frames_before_channels(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
     """Without the transposition behind the view as (frames, 4)."""
     mask = torch.zeros(latent_shape[0], 4, *latent_shape[1:])
-    mask[0], mask[-1, -1] = 1, float(last_image)
+    mask[0] = 1
+    mask[-1, -1] = float(last_image)
     return mask.view(4, *latent_shape)
 
 
@@ -139,7 +145,8 @@ def latents_before_mask(latents: Tensor, last_image: bool, patch_size: tuple[int
 def test_the_models_input_is_the_stock_pipelines(
     tiny_variant: Callable[[str], Path], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, last_image = tiny_variant(variant), variant == "wan2.1-flf2v-14b"
+    folder = tiny_variant(variant)
+    last_image = variant == "wan2.1-flf2v-14b"
     check_model_input(folder, variant)
     with pytest.raises(AssertionError):
         check_model_input(folder, variant, zeros_for_latents)
@@ -159,7 +166,8 @@ def test_the_models_input_is_the_stock_pipelines(
 
 def check_clean_frame(folder: Path, num_cond_tokens: Callable[[PackingCollator, Tensor], int]) -> None:
     """TI2V: the first latent frame of a clip is that of its first frame alone, and its tokens are those at timestep 0."""
-    frames, pipeline = clip(64, 96), load(folder)
+    frames = clip(64, 96)
+    pipeline = load(folder)
     first = pipeline.video_processor.preprocess(Image.fromarray(frames[0]), 64, 96)
     with torch.no_grad():
         _, condition, mask = pipeline.prepare_latents(

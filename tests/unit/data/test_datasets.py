@@ -94,7 +94,8 @@ def test_a_name_is_one_clip(caches):
     opened = {name: LatentCache(caches(name)) for name in "abc"}
     lens = data.num_tokens((1, 2, 2))
     for row, (name, i) in enumerate(wanted):
-        mine, theirs = data.read(row), opened[name].read(i)
+        mine = data.read(row)
+        theirs = opened[name].read(i)
         assert mine.sample_id == data.keys[row]
         assert torch.equal(mine.latents.view(torch.int16), theirs.latents.view(torch.int16))
         assert torch.equal(mine.text_embeds.view(torch.int16), theirs.text_embeds.view(torch.int16))
@@ -227,10 +228,8 @@ def test_sources_that_cannot_be_are_refused(caches, sources, kind: type[WandsErr
 
 def test_another_variant_is_refused_by_name(caches):
     section = DataConfig(sources=[{"path": write_wide(caches)}, {"path": caches("b")}])
-    wide, said = (
-        narrow_text("wan2.2-ti2v-5b"),
-        r"data\.sources\.1\.path: cache=.*b was made for wan2\.1-t2v-1\.3b \(",
-    )
+    wide = narrow_text("wan2.2-ti2v-5b")
+    said = r"data\.sources\.1\.path: cache=.*b was made for wan2\.1-t2v-1\.3b \("
     with pytest.raises(CacheError, match=said):
         open_data(section, wide, seed=0, fingerprint=dict)
 
@@ -238,7 +237,8 @@ def test_another_variant_is_refused_by_name(caches):
 def write_wide(caches: Callable[[str], str]) -> str:
     path = Path(caches("wide"))
     with CacheWriter(path, narrow_text("wan2.2-ti2v-5b"), {}) as writer:
-        latents, text = torch.zeros(48, 1, 4, 4).bfloat16(), torch.zeros(1, 8).bfloat16()
+        latents = torch.zeros(48, 1, 4, 4).bfloat16()
+        text = torch.zeros(1, 8).bfloat16()
         writer.add(
             "x", {"latents": latents, "text_embeds": text}, {"num_frames": 1, "fps": 24.0, "content": "c"}
         )

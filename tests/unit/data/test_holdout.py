@@ -58,7 +58,8 @@ def test_all_samples_of_a_clip_are_on_one_side(
 ) -> None:
     """Windows, captions and sizes, as the scan names them; with `twin` a neighbor makes keys keep their extension."""
     name = f"{folder}{stem}{extension}"
-    path, captions = Path("/in") / name, ["one caption", "another"]
+    path = Path("/in") / name
+    captions = ["one caption", "another"]
     whole = (None, None)
     items = [*records_of_clip(name, path, captions, "here", {})]
     if window != whole:

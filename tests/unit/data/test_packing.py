@@ -165,7 +165,8 @@ def test_full_steps_keep_to_the_level():
 @given(data=st.data(), num=st.integers(1, 7), allowed=st.floats(0.5, 20.0))
 def test_the_cuts_are_the_best_of_all(data: st.DataObject, num: int, allowed: float):
     draws = st.floats(0.0, 5.0)
-    bias, waits = np.full((num, num + 1), np.inf), np.full((num, num + 1), np.inf)
+    bias = np.full((num, num + 1), np.inf)
+    waits = np.full((num, num + 1), np.inf)
     for i, j in itertools.combinations(range(num + 1), 2):
         bias[i, j] = data.draw(draws)
         waits[i, j] = data.draw(draws) if j - i > 1 else 0.0
@@ -323,7 +324,8 @@ def check_epochs_differ_and_are_whole() -> None:
 
 def test_epochs_differ_and_are_whole(monkeypatch: pytest.MonkeyPatch):
     check_epochs_differ_and_are_whole()
-    shuffle, spread = packing.permutation, packing._spread
+    shuffle = packing.permutation
+    spread = packing._spread
     monkeypatch.setattr(
         packing, "permutation", lambda length, seed, epoch, *what: shuffle(length, seed, 0, *what)
     )

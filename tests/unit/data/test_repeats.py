@@ -28,11 +28,13 @@ def by_hand(visits: RepeatSchedule, num_epochs: int) -> list[list[tuple[int, int
     """(source, sample, copy) of each visit of each epoch: whole copies, then the next samples of an endless list."""
     epochs: list[list[tuple[int, int, int]]] = [[] for _ in range(num_epochs)]
     for source, (num, repeat) in enumerate(zip(visits.num_samples, visits.repeats, strict=True)):
-        whole, due = floor(repeat), Fraction(0)
+        whole = floor(repeat)
+        due = Fraction(0)
         endless = list(visits._orders[source]) * (num_epochs + 1)
         for epoch in epochs:
             epoch += [(source, sample, copy) for copy in range(whole) for sample in range(num)]
-            before, due = floor(due), due + (repeat - whole) * num
+            before = floor(due)
+            due = due + (repeat - whole) * num
             epoch += [(source, int(sample), whole) for sample in endless[before : floor(due)]]
     return epochs
 
@@ -90,7 +92,8 @@ def test_a_half_is_followed_by_the_other_half():
     )
 )
 def test_weights_are_shares_of_an_epoch(sources: list[tuple[int, float]]):
-    numbers, weights = [num for num, _ in sources], [weight for _, weight in sources]
+    numbers = [num for num, _ in sources]
+    weights = [weight for _, weight in sources]
     assume(any(numbers))
     repeats = repeats_of_weights(numbers, weights)
     visited = [num * repeat for num, repeat in zip(numbers, repeats, strict=True)]

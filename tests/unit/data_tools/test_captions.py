@@ -300,7 +300,8 @@ def test_wrong_options(server: Server, clips: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must end in .csv or .jsonl"):
         caption(server, clips, tmp_path / "out.txt")
     shutil.copytree(clips, tmp_path / "copy")
-    link, table = tmp_path / "link.csv", tmp_path / "copy/metadata.csv"
+    link = tmp_path / "link.csv"
+    table = tmp_path / "copy/metadata.csv"
     table.write_text('video\n0.mp4\n1.mp4,"unreadable\n')
     link.symlink_to(table)
     for source, out, reason in (

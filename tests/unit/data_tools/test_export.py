@@ -64,7 +64,8 @@ def exported(cache: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("layout", export_module.FORMATS)
 def test_there_and_back(cache: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, back = tmp_path / "export", tmp_path / "back"
+    out = tmp_path / "export"
+    back = tmp_path / "back"
     assert export_module.main([str(cache), str(out), "--format", layout]) == 0
     assert import_module.main([str(out), str(back)]) == 0
     assert capsys.readouterr().out == f"{out}: 7 samples\n{back}: 7 samples\n"

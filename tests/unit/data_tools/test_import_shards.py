@@ -129,10 +129,12 @@ def test_energon_shards(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(arguments) == 0
     assert "4 samples\n0 rejected" in capsys.readouterr().out
 
-    cache, encoder = LatentCache(out, verify=True), TextEncoder.load(model)
+    cache = LatentCache(out, verify=True)
+    encoder = TextEncoder.load(model)
     assert cache.keys == [f"shard-rank00-000000/00000{i}" for i in range(3)] + ["shard-rank01-000000/000000"]
     for index in range(4):
-        sample, meta = cache.read(index), cache.meta(index)
+        sample = cache.read(index)
+        meta = cache.meta(index)
         assert torch.equal(sample.latents, tensors[index].to(torch.bfloat16))
         assert torch.equal(sample.text_embeds, encoder.encode(captions[index]))
         assert (meta["num_frames"], meta["height"], meta["width"], meta["fps"]) == (9, 32, 48, 24)
@@ -264,7 +266,8 @@ def test_another_encoding_is_another_cache(model: Path, tmp_path: Path) -> None:
 def test_normalization_is_told_from_the_profile(model: Path, contrast: float) -> None:
     """Also where DFM's own rule (no normalization if 0.5 < std < 2) leaves latents as they are."""
     variant = variant_of(json.loads((model / "transformer" / "config.json").read_text()))
-    std, refused = torch.tensor(WAN_STD), 0
+    std = torch.tensor(WAN_STD)
+    refused = 0
     for seed in range(100):
         tensor = latents(seed, (16, 3, 8, 8), contrast)
         check_imported_latents(tensor, variant, std)
@@ -362,7 +365,8 @@ def test_checksum_equals_tensorboards_byte_by_byte() -> None:
 
 def test_maxdiffusion_tfrecords(model: Path, tmp_path: Path) -> None:
     width = json.loads((model / "transformer" / "config.json").read_text())["text_dim"]
-    tensors, texts = [latents(i) for i in range(4)], [padded(5 + i, width, i) for i in range(4)]
+    tensors = [latents(i) for i in range(4)]
+    texts = [padded(5 + i, width, i) for i in range(4)]
     full = torch.randn(512, width, generator=torch.Generator().manual_seed(7))
     source = tmp_path / "tfrecords"
     tfrecord(
@@ -389,8 +393,10 @@ def test_maxdiffusion_tfrecords(model: Path, tmp_path: Path) -> None:
 
 def test_unusable_records_say_why(model: Path, tmp_path: Path) -> None:
     width = json.loads((model / "transformer" / "config.json").read_text())["text_dim"]
-    tensor, text = latents(0), padded(5, width)
-    lacking, integer = EXAMPLE(), EXAMPLE()
+    tensor = latents(0)
+    text = padded(5, width)
+    lacking = EXAMPLE()
+    integer = EXAMPLE()
     lacking.features.feature["latents"].bytes_list.value.append(serialized(tensor))
     proto = tensor_pb2.TensorProto(dtype=types_pb2.DT_INT32)
     for name in ("latents", "encoder_hidden_states"):

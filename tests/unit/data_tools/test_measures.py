@@ -23,7 +23,9 @@ from wands.data.clips.filters import numeric_columns
 from wands.data.clips.records import ClipRecord
 from wands.errors import ConfigError, DataError
 
-WIDTH, HEIGHT, FPS = 192, 112, 16
+WIDTH = 192
+HEIGHT = 112
+FPS = 16
 
 
 def texture(seed: int, blur: float = 2) -> np.ndarray:
@@ -36,7 +38,8 @@ def texture(seed: int, blur: float = 2) -> np.ndarray:
 
 def moving_square(seed: int = 0, step: int = 3, count: int = 32) -> list[np.ndarray]:
     """A square of 96 x 96 pixels that moves `step` pixels a frame over a background that does not move."""
-    square, frames = texture(seed + 100)[:96, :96], []
+    square = texture(seed + 100)[:96, :96]
+    frames = []
     for number in range(count):
         frame = texture(seed)
         frame[8:104, number * step : number * step + 96] = square

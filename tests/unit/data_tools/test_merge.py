@@ -142,13 +142,17 @@ def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
     """Ten kill -9 at random moments, more until one comes late enough; a run that finishes before its kill starts anew."""
     write_cache(tmp_path / "a", range(300), max_samples=150)
     write_cache(tmp_path / "b", range(300, 650), max_samples=150)
-    paths, out = [tmp_path / "a", tmp_path / "b"], tmp_path / "out"
+    paths = [tmp_path / "a", tmp_path / "b"]
+    out = tmp_path / "out"
     started = time.monotonic()
     whole = FORK.Process(target=merge, args=(tmp_path / "wanted", paths))
     whole.start()  # a copy of this process, like those that are killed: copying takes time, too
     whole.join()
-    usual, wanted = time.monotonic() - started, contents(tmp_path / "wanted")
-    draw, kills, resumed = np.random.default_rng(0), 0, 0
+    usual = time.monotonic() - started
+    wanted = contents(tmp_path / "wanted")
+    draw = np.random.default_rng(0)
+    kills = 0
+    resumed = 0
     while kills < 10 or (not resumed and kills < 60):
         process = FORK.Process(target=merge, args=(out, paths))
         process.start()
@@ -193,7 +197,8 @@ def test_a_clip_is_not_split(tmp_path: Path) -> None:
     ends = ("", "#0001", "@1.000-2.000", "@1.000-2.000#0003", "~0123abcd")
     write_cache(tmp_path / "one", [0])
     one = LatentCache(tmp_path / "one")
-    sample, meta = one.read(0), one.meta(0)
+    sample = one.read(0)
+    meta = one.meta(0)
     with CacheWriter(tmp_path / "cache", VARIANT, one.fingerprint) as writer:
         for clip in clips:
             for end in ends:

@@ -103,7 +103,9 @@ def test_hard_cuts_of_a_joined_film(single_shots: list[np.ndarray], tmp_path: Pa
 
 
 def test_dissolves_fades_black_and_static_parts_are_left_out(single_shots: list[np.ndarray], tmp_path: Path):
-    bunny, man, city = single_shots[5], single_shots[6], single_shots[7]
+    bunny = single_shots[5]
+    man = single_shots[6]
+    city = single_shots[7]
     still = np.repeat(city[-1:], 40, 0)
     first, mixed, second = dissolve(bunny, man, 20)
     film = [first, mixed, *dissolve(second, black(60), 20), city, still]

@@ -102,7 +102,8 @@ def test_a_sound_cache(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
 def test_random_flips_are_found_or_change_nothing_that_is_read(cache: Path, count: int) -> None:
     """Harmless means: every array of the index, every sample's bits and meta, the manifest are as before."""
-    before, draw = contents(cache), np.random.default_rng(4)
+    before = contents(cache)
+    draw = np.random.default_rng(4)
     files = sorted(cache.iterdir())
     found = {file.name: 0 for file in files}
     harmless = dict(found)
@@ -128,7 +129,8 @@ def places(shard: Path) -> dict[str, int]:
         group = file["samples/000002"]
         places = {name: group[name].id.get_offset() + 5 for name in ("latents", "text_embeds")}
         key = group.attrs["key"]
-    caption, last = content.index(b"Of clip/002"), content.index(key)
+    caption = content.index(b"Of clip/002")
+    last = content.index(key)
     return places | {
         "superblock": 12,
         "caption": caption,

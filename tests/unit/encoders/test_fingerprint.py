@@ -79,7 +79,8 @@ def _vocabulary(folder: Path) -> None:
 )
 def test_what_changes_numbers_counts(tiny_pipeline: Path, copy: Path, change: object, part: str) -> None:
     change(copy)  # type: ignore[operator]
-    before, after = fingerprint_pipeline(tiny_pipeline), fingerprint_pipeline(copy)
+    before = fingerprint_pipeline(tiny_pipeline)
+    after = fingerprint_pipeline(copy)
     assert [name for name in before if before[name] != after[name]] == [part]
 
 

@@ -79,7 +79,8 @@ def test_the_first_latent_frame_is_that_of_the_first_frame_alone(kind: str) -> N
     encoder = WanVideoEncoder(AutoencoderKLWan(**small, **KINDS[kind]))
     assert encoder.stride == (4, 16, 16) if kind == "wan2.2" else (4, 8, 8)
     pixels = to_pixels(clip(9, 64, 96))
-    whole, alone = encoder.encode(pixels), encoder.encode(pixels[:, :1])
+    whole = encoder.encode(pixels)
+    alone = encoder.encode(pixels[:, :1])
     assert torch.equal(whole[:, :1], alone)
     assert not torch.equal(whole[:, :1], encoder.encode(pixels[:, 1:2]))
 

@@ -48,7 +48,8 @@ def padded(embeds: Tensor) -> Tensor:
 
 def mismatch(encoder: TextEncoder, pipeline: WanPipeline, caption: str) -> float:
     """Largest difference after zero padding, in units of what storing bf16 rounds."""
-    ours, theirs = padded(encoder.encode(caption)).float(), stock(pipeline, caption)
+    ours = padded(encoder.encode(caption)).float()
+    theirs = stock(pipeline, caption)
     allowed = theirs.abs() * 2**-8 + 1e-5
     return float(((ours - theirs).abs() / allowed).max())
 
@@ -127,7 +128,8 @@ def test_caption_alone_decides_bitwise(encoder: TextEncoder) -> None:
 def test_bf16_stays_close_to_fp32(tiny_pipeline: Path, encoder: TextEncoder) -> None:
     half = TextEncoder.load(tiny_pipeline, dtype=torch.bfloat16)
     assert half.model.shared.weight.dtype == torch.bfloat16
-    ours, full = half.encode(CAPTIONS[1]).float(), encoder.encode(CAPTIONS[1]).float()
+    ours = half.encode(CAPTIONS[1]).float()
+    full = encoder.encode(CAPTIONS[1]).float()
     assert (ours - full).norm() / full.norm() < 0.03
 
 

@@ -29,9 +29,12 @@ def cut(bounds: Sequence[int]) -> list[FragmentAdamW8bit]:
     row = torch.cat([value.flatten() for value in start_values().values()])
     ranks = []
     for first, last in zip([0, *bounds], [*bounds, len(row)], strict=True):
-        flat, fragments, begin = row[first:last].clone(), [], 0
+        flat = row[first:last].clone()
+        fragments = []
+        begin = 0
         for name, size in sizes().items():
-            lower, upper = max(begin, first), min(begin + size, last)
+            lower = max(begin, first)
+            upper = min(begin + size, last)
             if lower < upper:
                 fragments.append(
                     Fragment(
@@ -93,13 +96,15 @@ def joined(ranks: Sequence[FragmentAdamW8bit]) -> dict[str, Tensor]:
 # 100 and 300 values of the matrix before and after a boundary inside a block, a block in three parts, a gain in two parts.
 @pytest.mark.parametrize("bounds", [(), (256,), (100,), (3940, 3950, 7100, 9000)])
 def test_every_whole_block_is_that_of_bitsandbytes(bounds: tuple[int, ...]):
-    ranks, wanted = cut(bounds), whole()
+    ranks = cut(bounds)
+    wanted = whole()
     for number, gradient in enumerate(gradients()):
         if number == 2:  # as offloading does
             for optimizer in ranks:
                 flat_of(optimizer).data = flat_of(optimizer).data.clone()
         step(ranks, gradient)
-    found, begin = joined(ranks), 0
+    found = joined(ranks)
+    begin = 0
     for name, size in sizes().items():
         value, _ = wanted[name]
         different = {int(i) // 256 for i in (found[name] != value).nonzero()}
@@ -189,7 +194,8 @@ def moments_of(ranks: Sequence[FragmentAdamW8bit]) -> dict[str, dict[str, Tensor
 @pytest.mark.parametrize("bounds", [[], [3500], [1000, 7001, 9300], [7300]])
 def test_moments_move_to_other_ranks_within_one_code(bounds: list[int]):
     """Only blocks that a boundary between ranks cuts are quantized again, each value to a neighboring code at most."""
-    ranks, others = cut([3000, 7100]), cut(bounds)
+    ranks = cut([3000, 7100])
+    others = cut(bounds)
     for gradient in gradients():
         step(ranks, gradient)
     stored: dict[str, list[tuple[int, Mapping[str, Tensor]]]] = {}
@@ -209,7 +215,8 @@ def test_moments_move_to_other_ranks_within_one_code(bounds: list[int]):
             ]
             values[fragment.name] = rank.join_states(fragment, overlapping)
         rank.load_state_dict({"state": {0: values}, "param_groups": rank.state_dict()["param_groups"]})
-    before, after = moments_of(ranks), moments_of(others)
+    before = moments_of(ranks)
+    after = moments_of(others)
     for name, keys in before.items():
         for moment, key in (("1", "state1"), ("2", "state2")):
             if sizes()[name] < MIN_8BIT:

@@ -11,7 +11,8 @@ from wands.engine.engine import use_compile
 from wands.errors import ConfigError
 from wands.model import fused
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -40,7 +40,9 @@ def test_value_and_gradient_are_the_hand_written_formula(reduction: str):
     loss, per_sample = loss_of(pred, target, segment_ids, weights)
     loss.backward()
 
-    value, gradient, row = 0.0, torch.zeros_like(pred), 0
+    value = 0.0
+    gradient = torch.zeros_like(pred)
+    row = 0
     for s, length in enumerate(lens):
         share = float(sigma_weights[s]) / (length if reduction == "sample" else 1)
         errors = (pred[row : row + length] - target[row : row + length]).detach()
@@ -93,7 +95,8 @@ def test_a_step_is_the_same_however_it_is_packed(lens: list[int], reduction: str
         total = 0.0
         for pack in packs:
             rows = [torch.nonzero(segment_ids == s).flatten() for s in pack]
-            index, ids = torch.cat(rows), segment_ids_of([len(r) for r in rows])
+            index = torch.cat(rows)
+            ids = segment_ids_of([len(r) for r in rows])
             weights = loss_weights(
                 [lens[s] for s in pack], torch.ones(len(pack)), torch.ones(len(pack)), reduction
             )
@@ -112,11 +115,13 @@ LossOfRank = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def check_ranks_with_unequal_tokens_give_the_gradient_of_one_process(loss_of_rank: LossOfRank) -> None:
     rank_lens = [(2,), (9, 30)]
-    world_size, num_tokens = len(rank_lens), sum(map(sum, rank_lens))
+    world_size = len(rank_lens)
+    num_tokens = sum(map(sum, rank_lens))
     weight = torch.ones(P, dtype=torch.float64, requires_grad=True)
 
     gradient = torch.zeros(P, dtype=torch.float64)
-    inputs, targets = [], []
+    inputs = []
+    targets = []
     for rank, lens in enumerate(rank_lens):
         x, target, segment_ids = random_pack(lens, seed=rank)
         inputs.append(x)

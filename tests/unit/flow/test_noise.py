@@ -59,7 +59,9 @@ def test_the_algebra():
     assert {noisy.tokens.dtype, noisy.target.dtype, noisy.sigmas.dtype, noisy.timesteps.dtype} == {
         torch.float32
     }
-    x, v, s = noisy.tokens.double(), noisy.target.double(), noisy.sigmas.double()[layout.segment_ids, None]
+    x = noisy.tokens.double()
+    v = noisy.target.double()
+    s = noisy.sigmas.double()[layout.segment_ids, None]
     noise = draw_noise(layout, [key("a"), key("b")], 3, P).double()
     torch.testing.assert_close(x, (1 - s) * clean.double() + s * noise, atol=1e-6, rtol=0)
     torch.testing.assert_close(v, noise - clean.double(), atol=1e-6, rtol=0)
@@ -119,13 +121,15 @@ def test_noise_is_standard_normal():
 
 @pytest.mark.parametrize("flow", [FLOW, BY_SIZE], ids=["plain", "by size"])
 def test_a_rank_with_part_of_the_tokens_holds_that_part_of_the_noise(flow: FlowConfig):
-    lens, keys = (7, 6, 1), [key("a"), key("b"), key("c")]
+    lens = (7, 6, 1)
+    keys = [key("a"), key("b"), key("c")]
     clean = torch.cat([clean_of("a", 7), clean_of("b", 6), clean_of("c", 1)])
     full = add_noise(clean, ContextLayout.build(lens), keys, flow, 0)
     num_pads = 0
     for rank in range(6):
         part = ContextLayout.build(lens, ulysses_degree=2, ring_degree=3, cp_rank=rank)
-        index, valid = part.token_index, part.num_valid
+        index = part.token_index
+        valid = part.num_valid
         local = torch.where((index < 0)[:, None], 0.0, clean[index.clamp(min=0)])
         here = add_noise(local, part, keys, flow, 0)
         assert torch.equal(here.tokens[:valid], full.tokens[index[:valid]])

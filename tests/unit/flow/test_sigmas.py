@@ -48,19 +48,22 @@ def base_cdf(flow: FlowConfig) -> Callable[[np.ndarray], np.ndarray]:
 
 def cdf(flow: FlowConfig, low: float, high: float) -> Callable[[np.ndarray], np.ndarray]:
     """CDF of the shifted mixture, cut to [low, high] in sigma: what a rejection sampler would converge to."""
-    base, s = base_cdf(flow), flow.flow_shift
+    base = base_cdf(flow)
+    s = flow.flow_shift
 
     def whole(x: np.ndarray) -> np.ndarray:
         x = np.atleast_1d(np.asarray(x, dtype=np.float64))
         return flow.mix_uniform * x + (1 - flow.mix_uniform) * base(x / (s - (s - 1) * x))
 
-    bottom, top = whole(low)[0], whole(high)[0]
+    bottom = whole(low)[0]
+    top = whole(high)[0]
     return lambda x: (whole(x) - bottom) / (top - bottom)
 
 
 def ks_distance(draws: np.ndarray, expected: Callable[[np.ndarray], np.ndarray]) -> float:
     ordered = np.sort(draws)
-    theory, n = expected(ordered), len(draws)
+    theory = expected(ordered)
+    n = len(draws)
     return max((np.arange(1, n + 1) / n - theory).max(), (theory - np.arange(n) / n).max())
 
 
@@ -110,7 +113,8 @@ def test_a_quantile_has_its_share_of_the_draws_below_it(sampling: str, mix_unifo
             probabilities = np.arange(1, 10) / 10
             levels = np.array([sigma_quantile(flow, p, low, high) for p in probabilities])
             np.testing.assert_allclose(cdf(flow, low, high)(levels), probabilities, atol=2e-5)
-    generator, n = philox(0, "quantiles"), 4000
+    generator = philox(0, "quantiles")
+    n = 4000
     draws = np.sort([sample_sigma(generator, flow, 0.3, 0.55) for _ in range(n)])
     for p in (0.1, 0.5, 0.9):
         below = np.searchsorted(draws, sigma_quantile(flow, p, 0.3, 0.55)) / n

@@ -117,7 +117,8 @@ def test_every_mode_gives_the_same_bits(kind: str, autocast: bool):
 
 @pytest.mark.parametrize("mode", [MODES[0], MODES[-1]], ids=str)
 def test_only_the_first_blocks_are_computed_twice(mode: Mode):
-    pack, model = make_pack(2), build("t2v", Mode("none"))
+    pack = make_pack(2)
+    model = build("t2v", Mode("none"))
     right = step(model, pack)
     for num_blocks in (1, 2):
         model.set_checkpointing(mode.name, mode.saved, mode.offloaded, OPERATORS, None, num_blocks)
@@ -168,9 +169,12 @@ def bytes_after_forward(mode: Mode, pack: Pack, *, autocast: bool) -> tuple[int,
 @pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_name_costs_what_it_says(autocast: bool):
     """Bytes per token and block: of what is saved on the device, of what is offloaded on the host, and two blocks' there."""
-    pack, narrow = make_pack(7), 2 if autocast else 4
-    tokens, layers = len(pack.tokens), CONFIG["num_layers"]
-    heads, ffn_dim = CONFIG["num_attention_heads"], CONFIG["ffn_dim"]
+    pack = make_pack(7)
+    narrow = 2 if autocast else 4
+    tokens = len(pack.tokens)
+    layers = CONFIG["num_layers"]
+    heads = CONFIG["num_attention_heads"]
+    ffn_dim = CONFIG["ffn_dim"]
     dim = heads * CONFIG["attention_head_dim"]
     sizes = {name: narrow * dim for name in ("query_proj", "key_proj", "value_proj")}
     sizes |= {
@@ -233,12 +237,11 @@ def test_nothing_is_kept_without_gradients():
 
 
 def test_models_that_take_turns_share_the_pages():
-    pack, mode, store = (
-        make_pack(3),
-        Mode("offload", (), ("block_input", "value_proj")),
-        ActivationOffloader(CPU),
-    )
-    model, twin = build("t2v", Mode("none")), build("t2v", Mode("none"))
+    pack = make_pack(3)
+    mode = Mode("offload", (), ("block_input", "value_proj"))
+    store = ActivationOffloader(CPU)
+    model = build("t2v", Mode("none"))
+    twin = build("t2v", Mode("none"))
     right = step(model, pack)
     for one in (model, twin):
         one.set_checkpointing(*mode, operators=OPERATORS, offloader=store)
@@ -357,7 +360,8 @@ def test_mistakes_of_programmers(arguments: tuple[Any, ...], said: str):
 @pytest.mark.gpu
 def test_offload_on_a_gpu():
     """The copies run on a stream of their own while the allocator hands memory round: the bits show whether they were in time."""
-    pack, results = make_pack(7), []
+    pack = make_pack(7)
+    results = []
     for mode in (Mode("none"), *MODES):
         model = build("t2v", mode).cuda()
         backend = choose_backend("torch", torch.device("cuda"), torch.bfloat16)

@@ -17,7 +17,8 @@ from wands.model.dropout import KeyedDropout, RowKeys, keep_mask, keep_probabili
 from wands.model.lora import add_lora
 from wands.variants import TEXT_LEN
 
-P, LORA_P = 0.3, 0.2
+P = 0.3
+LORA_P = 0.2
 KEYS = (-(2**63), 12345, 2**62 + 7, -1, 99, 5, 6)
 
 
@@ -54,10 +55,13 @@ class _Masked(nn.Module):
 
     def __init__(self, name: str, p: float, now: dict[str, object]) -> None:
         super().__init__()
-        self.name, self.p, self.now = name, p, now
+        self.name = name
+        self.p = p
+        self.now = now
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        side, places = side_of(self.name), self.now["places"]
+        side = side_of(self.name)
+        places = self.now["places"]
         mask = plain_mask(self.now["key"], side, places[side], self.name, x.shape[-1], self.p)
         if side == "text":
             mask = torch.cat([mask, torch.ones(TEXT_LEN - len(mask), x.shape[-1])])
@@ -136,7 +140,8 @@ def test_the_stock_model_with_the_masks_of_each_sample(kind: str, lora: bool):
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for out in (wanted, found):
         (out * direction).sum().backward()
-    ours, theirs = _gradients(packed), _gradients(stock)
+    ours = _gradients(packed)
+    theirs = _gradients(stock)
     assert ours.keys() == theirs.keys()
     largest = max(float(g.abs().max()) for g in theirs.values())
     for name, grad in theirs.items():
@@ -177,14 +182,16 @@ def test_masks_are_independent():
     found["pair"] = float((one[:, 2:] * one[:, :-2]).mean())
     for name, correlation in found.items():
         assert abs(correlation) < 4 / one.numel() ** 0.5, name
-    per_row, per_channel = one.mean(1), one.mean(0)
+    per_row = one.mean(1)
+    per_channel = one.mean(0)
     assert float(per_row.abs().max()) < 5 / 512**0.5
     assert float(per_channel.abs().max()) < 5 / 2048**0.5
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
     keys = RowKeys(tokens=torch.arange(100))
-    layer, x = KeyedDropout(0.5, "blocks.0.ffn.net.1", keys), torch.randn(100, 7)
+    layer = KeyedDropout(0.5, "blocks.0.ffn.net.1", keys)
+    x = torch.randn(100, 7)
     whole = layer(x)
     monkeypatch.setattr("wands.model.dropout._CHUNK", 64)
     assert torch.equal(layer(x), whole)

@@ -31,7 +31,8 @@ from wands.planning.workload import Workload
 from wands.transfer import to_device
 from wands.variants import DiTShape
 
-WIDTH, HEAD_DIM = 12, 6
+WIDTH = 12
+HEAD_DIM = 6
 
 
 @pytest.fixture
@@ -72,8 +73,11 @@ def test_values_and_gradients_are_those_of_the_plain_module(
     # The stock norm would round to float32.
     monkeypatch.setattr("wands.model.transformer._stock_float", lambda x: x)
     monkeypatch.setattr(FP32LayerNorm, "forward", torch.nn.LayerNorm.forward)
-    rows, table = (sum(lens), WIDTH), (len(lens), WIDTH)
-    hidden, update, gate = normal(*rows), normal(*rows, seed=1), normal(*table, seed=2)
+    rows = (sum(lens), WIDTH)
+    table = (len(lens), WIDTH)
+    hidden = normal(*rows)
+    update = normal(*rows, seed=1)
+    gate = normal(*table, seed=2)
     tables = normal(*table, seed=3), normal(*table, seed=4)
     norm = AddNorm(WIDTH, 1e-6, elementwise_affine=False)
 
@@ -135,7 +139,8 @@ def test_the_compiled_model_is_the_stock_model(kind: str):
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
 @pytest.mark.usefixtures("eager")
 def test_checkpointing_changes_no_bit(mode: str):
-    pack, grads = make_pack(3, kind="ti2v"), []
+    pack = make_pack(3, kind="ti2v")
+    grads = []
     for checkpointing in ("none", mode):
         _, packed = build_pair(kind="ti2v")
         packed.set_compile(True)
@@ -173,7 +178,8 @@ def test_a_block_dispatches_as_many_operators_for_many_clips_as_for_two(monkeypa
     model.set_attention(context_attention(kernel), kernel)
     model.set_compile(True)
     model.set_checkpointing("selective", ["attn_output"], operators=OPERATORS)
-    blocks, counts = model.blocks, {}
+    blocks = model.blocks
+    counts = {}
     for num_clips, num_blocks in product((2, 7), (1, 2)):
         model.blocks = blocks[:num_blocks]
         for _ in range(2):  # the first step fills caches
@@ -216,7 +222,8 @@ def test_a_block_keeps_what_the_memory_estimate_says(compiled: bool, lora: bool)
         "text_dim": 16,
         "freq_dim": 16,
     }
-    grid, kept = (4, 8, 8), []
+    grid = (4, 8, 8)
+    kept = []
     num_tokens = math.prod(grid)
     backend = choose_backend("cpu", "cpu", torch.bfloat16)
     for num_layers in (2, 3):
@@ -312,7 +319,8 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
     from torch._inductor.graph import GraphLowering
     from torch.utils._pytree import tree_leaves
 
-    moved, codegen = [], GraphLowering.codegen
+    moved = []
+    codegen = GraphLowering.codegen
 
     def record(graph: Any) -> Any:
         code = codegen(graph)
@@ -323,13 +331,19 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
     monkeypatch.setattr(
         torch._inductor.config, "force_disable_caches", True
     )  # a cached kernel is not counted
-    lens, width = (700, 4, 1300), 1536
+    lens = (700, 4, 1300)
+    width = 1536
     rows = fused._timestep_rows(lens, torch.device("cpu"))
-    hidden, table = torch.randn(sum(lens), width), torch.randn(len(lens), width)
-    update, column = hidden.bfloat16(), hidden[:, :1]
+    hidden = torch.randn(sum(lens), width)
+    table = torch.randn(len(lens), width)
+    update = hidden.bfloat16()
+    column = hidden[:, :1]
     norm = table, table, rows[0], 1e-6, torch.bfloat16
-    rotation, weight = torch.randn(len(hidden), 1, 64, 2), torch.ones(width)
-    heads, pad, lse = update.unflatten(1, (12, 128)), torch.ones(12, 128), torch.randn(12, len(hidden))
+    rotation = torch.randn(len(hidden), 1, 64, 2)
+    weight = torch.ones(width)
+    heads = update.unflatten(1, (12, 128))
+    pad = torch.ones(12, 128)
+    lse = torch.randn(12, len(hidden))
     pads = pad.bfloat16(), pad.bfloat16()
     calls = {
         "norm": (fused.add_norm_forward, hidden, None, None, *norm),
@@ -358,7 +372,8 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
 @pytest.mark.usefixtures("eager")
 def test_a_norm_of_bf16_tokens_is_as_accurate_as_the_plain_module(weight_dtype: torch.dtype):
     """The norm is computed in fp32, also with a bf16 weight."""
-    x, rotation = normal(64, WIDTH), torch.polar(torch.ones(64, 1, HEAD_DIM // 2), normal(64, 1, 3).float())
+    x = normal(64, WIDTH)
+    rotation = torch.polar(torch.ones(64, 1, HEAD_DIM // 2), normal(64, 1, 3).float())
 
     def run(dtype: torch.dtype, compiled: bool = False) -> list[Tensor]:
         norm = NormRotate(WIDTH, 1e-6)
@@ -369,7 +384,9 @@ def test_a_norm_of_bf16_tokens_is_as_accurate_as_the_plain_module(weight_dtype: 
         out = norm(leaf, rotation.to(torch.promote_types(dtype, torch.float32).to_complex()))
         return [out, *torch.autograd.grad(out, [leaf, norm.weight], normal(64, WIDTH, seed=1).to(dtype))]
 
-    exact, plain, ours = run(torch.float64), run(torch.bfloat16), run(torch.bfloat16, compiled=True)
+    exact = run(torch.float64)
+    plain = run(torch.bfloat16)
+    ours = run(torch.bfloat16, compiled=True)
     for name, true, theirs, own in zip(("output", "dx", "dweight"), exact, plain, ours, strict=True):
         assert own.dtype == theirs.dtype
         errors = [(value.double() - true).square().mean().sqrt() for value in (theirs, own)]

@@ -81,7 +81,8 @@ def test_merged_is_what_it_adds():
 def write_distilled(path: Path) -> dict[str, Tensor]:
     """A LoRA with full differences, as LoRAs for 4 steps have; returns what it adds to each parameter of the stock model."""
     torch.manual_seed(4)
-    down, up = torch.randn(3, 48), torch.randn(48, 3)
+    down = torch.randn(3, 48)
+    up = torch.randn(48, 3)
     keys = {
         "blocks.0.self_attn.q.lora_down.weight": down,
         "blocks.0.self_attn.q.lora_up.weight": up,
@@ -107,7 +108,8 @@ def test_full_differences_are_merged_too(tmp_path: Path):
     merged = MergedLoras.load(merges, Expert("", "transformer", (0.0, 1.0)))
     merged.check_fit(packed)
     packed.load_state_dict({name: merged(name, value) for name, value in packed.state_dict().items()})
-    state, pack = stock.state_dict(), make_pack(3, torch.float64)
+    state = stock.state_dict()
+    pack = make_pack(3, torch.float64)
     stock.load_state_dict(state | {name: state[name] + 0.5 * value for name, value in changes.items()})
     with torch.no_grad():
         torch.testing.assert_close(run_packed(packed, pack), run_stock(stock, pack), rtol=0, atol=1e-5)

@@ -160,7 +160,8 @@ def test_host_memory_that_runs_out_is_not_taken_for_the_devices(monkeypatch: pyt
 def test_copies_run_beside_the_computation():
     device = torch.device("cuda")
     store = ActivationOffloader(device)
-    kept, sums = [], []
+    kept = []
+    sums = []
     weight = torch.randn(4096, 4096, device=device)
     for number in range(6):
         tensor = torch.full((4096, 4096), float(number), device=device)

@@ -121,7 +121,8 @@ def test_each_buffer_is_written_after_its_last_reader_and_read_after_its_copy():
     net, swapper = swapped(6, [0, 1, 3, 5], lane)
     log: list[tuple[str, int]] = []
     ready: set[int] = set()
-    run, wait = lane.run, lane.wait
+    run = lane.run
+    wait = lane.wait
 
     def logged_run(copy: Callable[[], None]) -> int:
         event = run(copy)
@@ -134,7 +135,9 @@ def test_each_buffer_is_written_after_its_last_reader_and_read_after_its_copy():
         wait(event)
         ready.add(event)
 
-    lane.run, lane.wait = logged_run, logged_wait  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    lane.run = logged_run
+    lane.wait = logged_wait
 
     def read(layer: nn.Linear, *_: Any) -> None:
         [slot] = [

@@ -20,7 +20,8 @@ GROUP: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 4)
 @pytest.mark.parametrize("variant", ["wan2.1-t2v-1.3b", "wan2.1-i2v-14b"])
 def test_what_the_planner_counts_is_what_is_divided(variant: str):
     config = VARIANTS[variant].dit.to_config() | {"num_layers": 2}
-    whole, divided = build_empty(config), build_empty(config)
+    whole = build_empty(config)
+    divided = build_empty(config)
     divide(divided, GROUP)
     theirs = dict(whole.named_parameters())
     for name, parameter in divided.named_parameters():

@@ -93,7 +93,8 @@ def test_a_change_in_one_sample_leaves_the_others_bitwise(part: str, kind: str):
     value = getattr(pack, part)[changed]
     other = pack.replaced(changed, **{part: value + 1 if part == "timesteps" else torch.randn_like(value)})
     with torch.no_grad():
-        before, after = run_packed(packed, pack), run_packed(packed, other)
+        before = run_packed(packed, pack)
+        after = run_packed(packed, other)
     mine = pack.meta.segment_ids == changed
     assert torch.equal(before[~mine], after[~mine])
     assert not torch.isclose(before[mine], after[mine]).all()
@@ -133,7 +134,8 @@ def test_bf16_autocast_is_near_the_fp32_stock_model():
 
 def test_bf16_autocast_keeps_in_fp32_what_must_be(monkeypatch: pytest.MonkeyPatch):
     _, packed = build_pair()
-    normed, rms_norm = [], torch.nn.functional.rms_norm
+    normed = []
+    rms_norm = torch.nn.functional.rms_norm
     monkeypatch.setattr(
         torch.nn.functional, "rms_norm", lambda x, *args: normed.append(x.dtype) or rms_norm(x, *args)
     )
@@ -179,7 +181,8 @@ def test_bf16_autocast_keeps_in_fp32_what_must_be(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("autocast", [False, True])
 def test_checkpointing_runs_blocks_twice_and_changes_nothing(autocast: bool):
     pack = make_pack(2)
-    grads, runs = [], []
+    grads = []
+    runs = []
     for checkpointing in (False, True):
         _, packed = build_pair()
         if checkpointing:
@@ -211,7 +214,8 @@ def test_no_tensor_of_modulation_per_token():
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
         run_packed(packed, pack)
-    num_tokens, dim = len(pack.tokens), packed.config.num_attention_heads * packed.config.attention_head_dim
+    num_tokens = len(pack.tokens)
+    dim = packed.config.num_attention_heads * packed.config.attention_head_dim
     assert (num_tokens, dim) in shapes
     assert max(torch.Size(shape).numel() for shape in shapes) < num_tokens * 6 * dim
 

@@ -67,7 +67,9 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("frames", [17, pytest.param(81, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PUBLISHED_VAES)
 def test_decoding_needs_what_the_published_vae_needs(name: str, frames: int) -> None:
-    variant, height, width = VARIANTS[name], 96, 128
+    variant = VARIANTS[name]
+    height = 96
+    width = 128
     with torch.device("meta"), torch.no_grad(), LiveBytes() as live:
         vae = AutoencoderKLWan(**PUBLISHED_VAES[name]).eval()
         weights = sum(parameter.nbytes for parameter in vae.parameters())
@@ -85,7 +87,8 @@ def test_a_forward_without_gradients_needs_what_was_measured(compute: str, ffn_d
         num_heads=8, head_dim=32, num_layers=2, ffn_dim=ffn_dim, in_channels=16, out_channels=16, text_dim=64
     )
     model = build_empty({"_class_name": "WanTransformer3DModel", **shape.to_config()})
-    rope, model = model.rope, model.to_empty(device="cpu").eval()
+    rope = model.rope
+    model = model.to_empty(device="cpu").eval()
     model.rope = rope
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
@@ -128,10 +131,8 @@ def test_the_start_block_has_the_share_of_the_flops(tiny_pipeline: Path, tmp_pat
 def test_a_plan_counts_samples() -> None:
     """The VAE that decodes a large video needs more memory than the training on small clips."""
     options = {"gpus": 8, "hardware": "h100", "clips": 100, "frames": 5}
-    keys, sample = (
-        ("packing.max_tokens=3120", "data.prefetch=0"),
-        "sample={every: 100, prompts: [a], height: 1280, width: 1280}",
-    )
+    keys = ("packing.max_tokens=3120", "data.prefetch=0")
+    sample = "sample={every: 100, prompts: [a], height: 1280, width: 1280}"
     without, report = (
         plan("wan2.1-t2v-1.3b-lora", overrides=more, **options) for more in (keys, (*keys, sample))
     )

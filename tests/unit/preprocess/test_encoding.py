@@ -56,7 +56,9 @@ def test_decoding_runs_ahead_but_not_away(
 ) -> None:
     """Decoded windows wait for the encoder, never more than the queue and the threads have room for. For a GPU, they wait in
     pinned memory."""
-    meta, encode, mutex = decoding._meta, WanVideoEncoder.encode, threading.Lock()
+    meta = decoding._meta
+    encode = WanVideoEncoder.encode
+    mutex = threading.Lock()
     counts = {"decoded": 0, "encoded": 0, "pinned": 0}
     ahead: list[int] = []
     full = threading.Event()
@@ -102,8 +104,10 @@ def test_the_encoder_does_not_wait_for_the_disk(
     source: Path, whole: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the first sample is written, the encoder encodes as many windows as may wait, and no more."""
-    add, encode = WriteAheadLog.add, WanVideoEncoder.encode
-    encoded, full = 0, threading.Event()
+    add = WriteAheadLog.add
+    encode = WanVideoEncoder.encode
+    encoded = 0
+    full = threading.Event()
     seen: list[int] = []
 
     def counted(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
@@ -155,7 +159,8 @@ def test_windows_of_one_size_are_encoded_together(
     out_of_memory: bool,
 ) -> None:
     """Up to --vae-batch windows; one by one, if the memory is too small for the batch."""
-    encode, sizes = WanVideoEncoder.encode, Counter[int]()
+    encode = WanVideoEncoder.encode
+    sizes = Counter[int]()
 
     def counted(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
         if out_of_memory and len(pixels) > 1:

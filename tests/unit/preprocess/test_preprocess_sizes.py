@@ -25,7 +25,9 @@ from wands.errors import CacheError, ConfigError
 from wands.preprocess.preprocess_report import PreprocessReport
 
 OPTIONS = SMALL | {"clip_mode": "slide"}
-SMALLER, LARGER = 48 * 64, 10**6  # the clips are of 64 x 96 and 32 x 48 pixels, of two windows each
+# the clips are of 64 x 96 and 32 x 48 pixels, of two windows each
+SMALLER = 48 * 64
+LARGER = 10**6
 CAPTIONS = ["A cat.", "A sleeping cat.", "Noise."]
 
 
@@ -197,7 +199,8 @@ def test_a_bound_that_is_too_small_for_a_clip_costs_that_size(
 
 
 def test_sizes_of_a_picture() -> None:
-    size, more = (Fraction(1920), Fraction(1080)), (1280 * 720, 480 * 832, 10**7, 10**8)
+    size = (Fraction(1920), Fraction(1080))
+    more = (1280 * 720, 480 * 832, 10**7, 10**8)
     sizes, _ = plan_sizes(ClipSpec(fps=16, max_pixels=480 * 832, more_pixels=more), *size)
     assert {suffix: geometry.target for suffix, geometry in sizes.items()} == {
         "": (832, 464),
@@ -212,7 +215,8 @@ def test_sizes_of_a_picture() -> None:
 
 
 def test_sizes_decoded_together_are_those_decoded_alone(source: Path) -> None:
-    path, spec = source / "cat.mp4", ClipSpec(fps=16, max_frames=9, clip_mode="slide", max_pixels=SMALLER)
+    path = source / "cat.mp4"
+    spec = ClipSpec(fps=16, max_frames=9, clip_mode="slide", max_pixels=SMALLER)
     together = list(decode_clip(path, replace(spec, more_pixels=(LARGER,))))
     assert [clip.suffix for clip in together[:3]] == ["#0000", "#0000#96x64", "#0001"]
     for bound, part in ((SMALLER, together[::2]), (LARGER, together[1::2])):

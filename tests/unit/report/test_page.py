@@ -51,10 +51,13 @@ def curves(text: str) -> dict[tuple[str, str], dict[int, float]]:
     for low, high, svg in re.findall(
         r'data-low="(\S+)" data-high="(\S+)".*?\n(<svg.*?</svg>)', text, re.DOTALL
     ):
-        chart, low, high = ElementTree.fromstring(svg), float(low), float(high)
+        chart = ElementTree.fromstring(svg)
+        low = float(low)
+        high = float(high)
         for line in chart.iter("polyline"):
             points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
-            steps, texts = line.attrib["data-x"].split(), line.attrib["data-y"].split()
+            steps = line.attrib["data-x"].split()
+            texts = line.attrib["data-y"].split()
             assert len(points) == len(steps) == len(texts)
             values = {}
             for (_, down), step, value in zip(points, steps, texts, strict=True):
@@ -69,7 +72,8 @@ def curves(text: str) -> dict[tuple[str, str], dict[int, float]]:
 
 def test_the_curves_are_the_rows(run: Path) -> None:
     found = curves(render(run))
-    rows, evaluations = read_rows(run / "metrics.jsonl"), read_rows(run / "evaluations.jsonl")
+    rows = read_rows(run / "metrics.jsonl")
+    evaluations = read_rows(run / "evaluations.jsonl")
     keys = {("Loss", "train, each step"): "loss", ("Gradient norm", "Gradient norm"): "grad_norm",
             ("Learning rate", "Learning rate"): "lr",
             ("TFLOP/s per GPU", "TFLOP/s per GPU"): "tflops", ("Step time, s", "Step time, s"): "seconds",

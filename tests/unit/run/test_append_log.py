@@ -122,7 +122,8 @@ def lines_of(name: str) -> list[bytes]:
 
 def read_again(folder: Path, name: str, content: bytes) -> tuple[list[dict[str, Any]], bytes]:
     """(rows that a resumed run keeps, what it sets aside)."""
-    path, aside = folder / name, folder / f"{name}.damaged"
+    path = folder / name
+    aside = folder / f"{name}.damaged"
     aside.unlink(missing_ok=True)
     path.write_bytes(content)
     rows, _ = continue_rows(path, 99, *KEYS[name])
@@ -182,7 +183,8 @@ def test_damaged_lines_of_two_resumes_are_all_kept(tmp_path: Path):
 
 
 def test_a_link_in_place_of_the_damaged_lines_is_not_followed(tmp_path: Path):
-    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    path = tmp_path / "metrics.jsonl"
+    other = tmp_path / "other"
     (tmp_path / "metrics.jsonl.damaged").symlink_to(other)
     content = lines_of(path.name)[0] + b"\nnull\n"
     path.write_bytes(content)

@@ -54,7 +54,8 @@ def build(lens: list[int], reduction: str, *, repeat: float = 1, **options: int)
 def test_every_sample_counts_once_in_an_epoch_whatever_its_step(reduction: str):
     """Steps of long clips have fewer samples: divided by their own number, these would count more."""
     schedule = build([100] * 12 + [10] * 63, reduction, epochs=1)
-    weight, own = np.zeros(75), np.zeros(75)
+    weight = np.zeros(75)
+    own = np.zeros(75)
     for plan in schedule.sampler.iterate():
         samples = [i for bin in plan.bins for i in bin]
         once = np.ones(len(samples)) if reduction == "sample" else schedule.num_tokens[samples]

@@ -20,9 +20,11 @@ from wands.watch.watchdog import Watchdog
 
 
 def test_a_sign_of_life(monkeypatch: pytest.MonkeyPatch):
-    now, lines = [100.0], list[str]()
+    now = [100.0]
+    lines = list[str]()
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    shown, silent = Terminal(lines.append), Terminal(None)
+    shown = Terminal(lines.append)
+    silent = Terminal(None)
     shown("begin")
     for seconds in range(1, 80):
         now[0] += 1

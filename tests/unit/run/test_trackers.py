@@ -139,7 +139,8 @@ def test_time_to_the_end(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_clips_of_ranks_that_share_a_bin_count_once():
-    key, errors = SampleKey("a", 0, 0), torch.tensor([0.1, 0.2, 4.0, 9.0], dtype=torch.float64)
+    key = SampleKey("a", 0, 0)
+    errors = torch.tensor([0.1, 0.2, 4.0, 9.0], dtype=torch.float64)
     clips = [(key, sigma, weight) for sigma, weight in ((0.0, 1), (0.05, 1), (1.0, 1), (0.5, 0))]
     results = [SimpleNamespace(clips=clips[:n], errors=errors[:n]) for n in (4, 1)]
     first, *others = (

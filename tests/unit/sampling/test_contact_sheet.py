@@ -36,7 +36,10 @@ def test_pick_frames_takes_first_last_and_even_steps() -> None:
 
 
 def test_clip_stands_left_of_its_sample_in_order(tmp_path: Path) -> None:
-    red, green, blue, gray = (200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)
+    red = (200, 0, 0)
+    green = (0, 200, 0)
+    blue = (0, 0, 200)
+    gray = (90, 90, 90)
     rows = [
         SheetRow("first", [video([red, green]), video([blue], 16, 64)]),
         SheetRow("second", [video([gray], 48, 32)]),
@@ -81,7 +84,8 @@ def test_labels_wrap_inside_the_sheet_and_end_in_an_ellipsis() -> None:
 
 
 def test_a_label_of_600_kb_takes_no_time() -> None:
-    font, started = contact_sheet._font(15), time.process_time()
+    font = contact_sheet._font(15)
+    started = time.process_time()
     for text in ("a cat walks " * 50_000, "x" * 600_000, " " * 600_000, "a" + 600_000 * "\u0301"):
         lines = contact_sheet._wrap_text(text, font, 480)
         assert all(font.getlength(line) <= 480 for line in lines)
@@ -133,7 +137,10 @@ def test_loss_plot_draws_every_series(tmp_path: Path) -> None:
     events = {"restart": [20, 60], "skipped update": [40], "nothing": []}
     save_loss_plot(tmp_path / "events.png", {"a": (steps, [2.0] * 100)}, marks=events)
 
-    blue, orange, red, purple = (31, 119, 180), (255, 127, 14), (214, 39, 40), (148, 103, 189)
+    blue = (31, 119, 180)
+    orange = (255, 127, 14)
+    red = (214, 39, 40)
+    purple = (148, 103, 189)
     assert has("two.png", blue) > 300
     assert has("two.png", orange) > 300
     assert has("one.png", blue) > 20

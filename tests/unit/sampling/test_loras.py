@@ -76,10 +76,12 @@ def linear_pairs(
     sizes: dict[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A LoRA of two layers with alpha, one of them outside the blocks; and the differences that it is."""
-    state, changes = {}, {}
+    state = {}
+    changes = {}
     for name, module in LINEAR.items():
         rows, columns = sizes[f"{module}.weight"].shape
-        down, up = normal(4, columns).to(dtype), normal(rows, 4).to(dtype)
+        down = normal(4, columns).to(dtype)
+        up = normal(rows, 4).to(dtype)
         state |= {
             f"{name}.lora_down.weight": down,
             f"{name}.lora_up.weight": up,
@@ -118,9 +120,11 @@ def test_a_part_is_the_merged_part(part: str, tmp_path: Path):
                 state[key] = changes[name] = normal(*sizes[name].shape)
     if part in ("pairs with alpha", "pairs in bf16", "bias of lora_B", "everything"):
         more, update = linear_pairs(sizes, torch.bfloat16 if part == "pairs in bf16" else torch.float32)
-        state, changes = state | more, changes | update
+        state = state | more
+        changes = changes | update
     if part == "convolution":
-        down, up = normal(4, *sizes["patch_embedding.weight"].shape[1:]), normal(48, 4, 1, 1, 1)
+        down = normal(4, *sizes["patch_embedding.weight"].shape[1:])
+        up = normal(48, 4, 1, 1, 1)
         state = {"patch_embedding.lora_down.weight": down, "patch_embedding.lora_up.weight": up}
         changes = {"patch_embedding.weight": torch.einsum("or,rifhw->oifhw", up.flatten(1), down)}
     if part == "bias of lora_B":

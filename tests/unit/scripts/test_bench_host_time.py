@@ -17,7 +17,8 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("plain/selective/")]
     assert [row.split()[0] for row in rows] == ["plain/selective/full", "plain/selective/lora"]
     for row in rows:
-        times, counts = re.findall(r"-?\d+", row[36:90]), re.findall(r"[\d,]+ / [\d,]+", row)
+        times = re.findall(r"-?\d+", row[36:90])
+        counts = re.findall(r"[\d,]+ / [\d,]+", row)
         assert len(times) == 6
         assert all(int(time) > 0 for time in times)
         assert len(counts) == 2

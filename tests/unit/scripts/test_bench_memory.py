@@ -10,7 +10,8 @@ import pytest
 from bench_memory import MODES, Measured
 
 COMMAND = "bench_memory.py --clock cpu --rounds 1 --heads 2 --layers 5 --ffn-dim 256 --tokens 60"
-DIM, ROWS = 2 * 64, 60 * 5
+DIM = 2 * 64
+ROWS = 60 * 5
 
 
 def lines(printed: str) -> dict[str, list[float]]:

@@ -17,7 +17,8 @@ def fails() -> bench_record.Rows:
 
 def test_results_are_written_after_every_part(tmp_path: Path):
     """A part sees on disk the results of the parts before it, so that a killed stage keeps them."""
-    results, seen = Results(tmp_path, "block", "cpu", ["a=1"]), []
+    results = Results(tmp_path, "block", "cpu", ["a=1"])
+    seen = []
 
     def read() -> bench_record.Rows:
         seen.append(json.loads((tmp_path / "block.json").read_text()))
@@ -58,7 +59,8 @@ def result(commit: str, **row: float) -> dict[str, object]:
 
 
 def test_changes_of_counts_and_ratios_are_printed():
-    before, after = result("a", GB=4.0, ms=1.0, operators=300), result("b", GB=4.2, ms=1.1, operators=300)
+    before = result("a", GB=4.0, ms=1.0, operators=300)
+    after = result("b", GB=4.2, ms=1.1, operators=300)
     assert changes(before, after, 0.02) == ["1 clip / cpu / GB: 4 -> 4.2"]
     assert changes(before, result("b", GB=4.0, ms=1.3, operators=301), 0.0) == [
         "1 clip / cpu / ms: 1 -> 1.3",

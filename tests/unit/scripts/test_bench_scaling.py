@@ -236,7 +236,8 @@ def test_traffic_that_is_instant_hides():
 
 @pytest.mark.parametrize("gpus", [8, 64, 1024])
 def test_the_smallest_cp_that_fits(gpus: int):
-    shape, setting = MODELS["14B"][0], Setting()
+    shape = MODELS["14B"][0]
+    setting = Setting()
     one = bench_scaling.smallest_fit(shape, [75600], gpus, setting)
     assert one is not None
     assert bench_scaling.fits(one)

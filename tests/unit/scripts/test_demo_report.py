@@ -109,7 +109,8 @@ def test_given_frames_say_nothing_about_a_sample():
 
 
 def test_losses_of_two_experts_are_told_apart():
-    one, two = {"loss": 3.0}, {"loss": 3.0, "loss_high": 2.0, "loss_low": 4.0}
+    one = {"loss": 3.0}
+    two = {"loss": 3.0, "loss_high": 2.0, "loss_low": 4.0}
     assert demo_report.loss_columns([one, one]) == {"training loss": [3.0, 3.0]}
     assert demo_report.loss_columns([two]) == {"high-noise expert": [2.0], "low-noise expert": [4.0]}
 

@@ -209,7 +209,8 @@ def test_fetch_without_a_package_index_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("num_frames", [1, 5, 9, 17])
 def test_shipped_vae_has_wans_interface(shipped_vae, num_frames):
-    channels, stride = shipped_vae.config.z_dim, shipped_vae.config.scale_factor_spatial
+    channels = shipped_vae.config.z_dim
+    stride = shipped_vae.config.scale_factor_spatial
     assert (channels, stride) in {(row.dit.out_channels, row.vae_stride[1]) for row in VARIANTS.values()}
     pixels = torch.rand(1, 3, num_frames, 32, 48) * 2 - 1
     with torch.no_grad():

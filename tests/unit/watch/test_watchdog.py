@@ -158,7 +158,8 @@ with module.Watchdog() as watchdog:
 
 
 def test_the_limit_of_a_step_follows_the_last_steps(tmp_path: Path):
-    watchdog, hour = Watchdog(), 3600.0
+    watchdog = Watchdog()
+    hour = 3600.0
     watchdog.watch_run(tmp_path, None, hour)
     assert watchdog._allowed == ("the start", 3600.0)
     for seconds, limit in ((2.0, 300.0), (100.0, 1000.0), (50.0, 1000.0)):

@@ -161,7 +161,8 @@ def new_lse(q: Tensor) -> Tensor:
 def _reference_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.zeros_like(q), new_lse(q)
+    out = torch.zeros_like(q)
+    lse = new_lse(q)
     with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in bf16
         for rows_q, rows_k in segments.pairs():
             scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
@@ -173,11 +174,16 @@ def _reference_forward(
 def _reference_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
 ) -> Grads:
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     with torch.autocast(q.device.type, enabled=False):
         for rows_q, rows_k in segments.pairs():
-            qs, ks, vs = _heads_first(q[rows_q]), _heads_first(k[rows_k]), _heads_first(v[rows_k])
-            douts, outs = _heads_first(dout[rows_q]), _heads_first(out[rows_q])
+            qs = _heads_first(q[rows_q])
+            ks = _heads_first(k[rows_k])
+            vs = _heads_first(v[rows_k])
+            douts = _heads_first(dout[rows_q])
+            outs = _heads_first(out[rows_q])
             probs = (qs @ ks.mT * scale - lse[:, rows_q, None]).exp()
             dscores = probs * (douts @ vs.mT - (douts * outs).sum(-1, keepdim=True)) * scale
             dq[rows_q] = (dscores @ ks).transpose(0, 1).to(q.dtype)

@@ -24,7 +24,8 @@ aten = torch.ops.aten
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(q), new_lse(q)
+    out = torch.empty_like(q)
+    lse = new_lse(q)
     for rows_q, rows_k in s.pairs():  # an empty operand crashes the process
         part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
@@ -37,7 +38,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> 
 def _cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
 ) -> Grads:
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    dv = torch.empty_like(v)
     for rows_q, rows_k in s.pairs():
         tensors = [_batched(x) for x in (dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q])]
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -210,7 +213,8 @@ def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
         for rows_q, rows_k in _long_pairs(s, min_rows):
             dense = [_batched(x.contiguous()) for x in (q[rows_q], k[rows_k], v[rows_k])]
             part, part_lse, *_ = forward_op(*dense, None, True, scale=scale)
-            out[rows_q], lse[:, rows_q] = part[0].transpose(0, 1), part_lse.reshape(len(lse), -1)
+            out[rows_q] = part[0].transpose(0, 1)
+            lse[:, rows_q] = part_lse.reshape(len(lse), -1)
         return out, lse
 
     @cache

@@ -94,7 +94,8 @@ def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why the kernel cannot run on the device in the dtype, and the fix; None if the kernel can run."""
-    backend, use_auto = get_backend(name), "Use attention.backend=auto"
+    backend = get_backend(name)
+    use_auto = "Use attention.backend=auto"
     if name == "cpu" and device.type != "cpu":
         return f"the kernel is for CPUs. {use_auto}"
     if not isinstance(backend, FlashBackend):

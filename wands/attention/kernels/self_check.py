@@ -130,14 +130,16 @@ class _Comparer:
             raise KernelError(
                 f"{name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}"
             )
-        result, exact = result.double().cpu(), exact.double()
+        result = result.double().cpu()
+        exact = exact.double()
         idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
             value = "-inf" if is_lse else "0"
             raise KernelError(
                 f"{name} must be {value} where the exact result is {value}, for example in rows of q that attend to no key"
             )
-        result, exact = result[~idle], exact[~idle]
+        result = result[~idle]
+        exact = exact[~idle]
         if not exact.numel():
             return
         error = (result - exact).abs().max().item() / (1.0 if is_lse else exact.abs().max().item())
@@ -151,7 +153,8 @@ class _Comparer:
 def _draw(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
     """Return random q, k, v and dout for the check, each [rows, heads, head dim], as views that are not contiguous."""
     generator = torch.Generator().manual_seed(0)
-    rows_q, rows_k = sum(LENS_Q) + SPARE_ROWS, sum(LENS_K) + SPARE_ROWS
+    rows_q = sum(LENS_Q) + SPARE_ROWS
+    rows_k = sum(LENS_K) + SPARE_ROWS
     shapes = [(rows, NUM_HEADS, 2 * head_dim) for rows in (rows_q, rows_k, rows_k, rows_q)]
     wide = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
     return [x.to(device, dtype)[..., :head_dim] for x in wide]  # cut last: a cast makes a view contiguous

@@ -60,7 +60,9 @@ SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
-CUT_CHANGE, CUT_RATIO, CUT_DRIFT = 20.0, 2.0, 0.25
+CUT_CHANGE = 20.0
+CUT_RATIO = 2.0
+CUT_DRIFT = 0.25
 """Limits for a hard cut between two images. The distance of two images is the mean difference of their pixels, from 0 to 255.
 A hard cut meets three rules:
 
@@ -70,12 +72,14 @@ A hard cut meets three rules:
 3. The distance between the third image before the cut and the third image after the cut differs by at most the fraction
    CUT_DRIFT from the distance at the cut. A flash gives a smaller distance, and fast motion gives a larger distance.
 """
-SAME_IMAGE, NEW_SHARE = 3, 0.25
+SAME_IMAGE = 3
+NEW_SHARE = 0.25
 """Limits for near-frozen samples. Each frame is compared with the last new frame, in blocks of 16 x 16 pixels. The frame is new
 if the mean of any block differs by more than SAME_IMAGE (of 255). A sample is near-frozen if the share of new frames is below
 NEW_SHARE.
 """
-BORDER_VALUE, BORDER_SHARE = 32, 0.02
+BORDER_VALUE = 32
+BORDER_SHARE = 0.02
 """Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The
 sum of the two widths is at least the share BORDER_SHARE of the frame, and the two widths differ by at most this share.
 """
@@ -124,7 +128,8 @@ def check(
         notes.append(f"{num_masked:,} of {len(rows):,} clips have a mask")
     num_clips = len(rows) + len(rejections)
     step = max(-(-num_clips // max_clips), 1) if max_clips else 1
-    rows, rejections = rows[::step], rejections[::step]
+    rows = rows[::step]
+    rejections = rejections[::step]
     # Without the conditions of outside code, which may import torch in every worker process.
     decode = partial(_decode, spec, replace(variant, extra=()), options.html_path is not None)
     tasks = [
@@ -136,7 +141,8 @@ def check(
         CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
         for item, clip in zip(rejections, findings[len(rows) :], strict=True)
     ]
-    count_tokens, cache_bytes = cache(_token_counter(options.model)), 0
+    count_tokens = cache(_token_counter(options.model))
+    cache_bytes = 0
     columns = numeric_columns(rows)
     first_rows: dict[tuple[str, ...], ClipRecord] = {}
     stored: set[str] = set()
@@ -145,7 +151,9 @@ def check(
         clip = replace(finding, key=row.key, caption=caption, text_tokens=count_tokens(caption))
         _apply_conditions(clip, checked_conditions)
         if row.unmet or not caption:
-            clip.samples, clip.digests, clip.warnings = (), (), ()
+            clip.samples = ()
+            clip.digests = ()
+            clip.warnings = ()
             clip.reason = row.unmet or clip_rules.EMPTY_CAPTION
         first = first_rows.setdefault(clip.digests, row) if clip.digests else row
         clip.samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
@@ -202,7 +210,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     """
     file_path, *part = task
     path = str(file_path)
-    result, last = CheckedClip("", path), None
+    result = CheckedClip("", path)
+    last = None
     images = FrameWarnings()
     try:
         with file_path.open("rb") as file:  # raises for the same files as `wands preprocess`
@@ -322,7 +331,8 @@ class FrameWarnings:
     """Detector of hard cuts, images that do not change, and black borders in the windows (ranges of frames) of one clip."""
 
     def __init__(self) -> None:
-        self._cuts, self._frozen = list[str](), list[str]()
+        self._cuts = list[str]()
+        self._frozen = list[str]()
         self._brightest = np.zeros((1, 1), np.uint8)
 
     def add(self, frames: np.ndarray, start_seconds: float, fps: float) -> None:
@@ -346,7 +356,8 @@ class FrameWarnings:
         images = blocks[new]
         changes = np.abs(np.diff(images, axis=0)).mean((1, 2, 3))
         for cut in np.flatnonzero(changes >= CUT_CHANGE):
-            near, six = changes[max(cut - 2, 0) : cut + 3], images[max(cut - 2, 0) : cut + 4]
+            near = changes[max(cut - 2, 0) : cut + 3]
+            six = images[max(cut - 2, 0) : cut + 4]
             is_peak = changes[cut] * (len(near) - 1) >= CUT_RATIO * (near.sum() - changes[cut])
             if is_peak and abs(np.abs(six[-1] - six[0]).mean() / changes[cut] - 1) <= CUT_DRIFT:
                 self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
@@ -356,7 +367,8 @@ class FrameWarnings:
         borders = []
         for side, axis in (("height", 1), ("width", 0)):
             dark = self._brightest.max(axis) <= BORDER_VALUE
-            before, after = int(dark.argmin()), int(dark[::-1].argmin())
+            before = int(dark.argmin())
+            after = int(dark[::-1].argmin())
             if before + after >= BORDER_SHARE * len(dark) >= abs(before - after):
                 borders.append(f"{(before + after) / len(dark):.0%} of the {side}")
         facts = (CUTS, self._cuts), (FROZEN, self._frozen), (BORDERS, borders)
@@ -377,7 +389,8 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         longest: number of frames of the longest sample from the file.
         spec: frame rate, size and length of the samples.
     """
-    source, is_image = clip.source, path.lower().endswith(IMAGE_EXTENSIONS)
+    source = clip.source
+    is_image = path.lower().endswith(IMAGE_EXTENSIONS)
     is_slow = source.fps < 0.95 * spec.fps and not is_image
     shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
     properties = {
@@ -438,8 +451,10 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
     samples = [sample for clip in clips for sample in clip.samples]
     if not samples:
         return None
-    lengths, keys = np.array([sample.num_tokens for sample in samples]), [sample.key for sample in samples]
-    limits, cost = options.model_dump(include={"max_tokens", "bins_per_step"}), variant.dit.forward_flops
+    lengths = np.array([sample.num_tokens for sample in samples])
+    keys = [sample.key for sample in samples]
+    limits = options.model_dump(include={"max_tokens", "bins_per_step"})
+    cost = variant.dit.forward_flops
     try:
         plan = plan_epoch(lengths, seed=0, epoch=0, cost=cost, keys=keys, **limits)
     except DataError as error:

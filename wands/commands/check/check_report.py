@@ -232,7 +232,9 @@ class CheckReport:
         Args:
             width: number of characters in a line. None uses the width of the terminal, or 130 without a terminal.
         """
-        table, lines = _clip_table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colors
+        # the table contains colors
+        table = _clip_table(self.clips[:SHOWN_CLIPS], width)
+        lines = [""]
         if len(self.clips) > SHOWN_CLIPS:
             lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips; --json lists all clips")
         lines += self.notes
@@ -295,7 +297,8 @@ def describe_samples(clip: CheckedClip) -> str:
     """
     if not clip.samples:
         return ""
-    first, many = clip.samples[0], len(clip.samples)
+    first = clip.samples[0]
+    many = len(clip.samples)
     frames = sum(sample.num_frames for sample in clip.samples)
     tokens = sum(sample.num_tokens for sample in clip.samples)
     heading = f"{many} samples, " if many > 1 else ""
@@ -356,7 +359,8 @@ def render_check_page(report: CheckReport) -> str:
 
     from wands.report.page import render
 
-    totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
+    totals = report.totals()
+    bars = count_lengths(report.tokens) if report.samples else []
     return render(
         Path(__file__).parent,
         "check.html",

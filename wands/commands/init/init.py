@@ -38,7 +38,9 @@ MAX_CLIPS = 500
 CLIPS_PER_STEP = 8
 """Mean number of clips in an optimizer step. A step has fewer clips if the data has fewer clips. A step has more clips if
 there are many GPUs, because each data-parallel rank gets at least one bin (packed sequence)."""
-MIN_PASSES, USUAL_STEPS, MAX_PASSES = 4, 1500, 300
+MIN_PASSES = 4
+USUAL_STEPS = 1500
+MAX_PASSES = 300
 """Length of a run: `USUAL_STEPS` steps, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the samples."""
 MAX_HOURS = 12
 """Largest predicted time of a run in hours, even if the run then makes fewer than `MIN_PASSES` passes over the samples. The user
@@ -68,7 +70,8 @@ def init(options: InitOptions) -> str:
     if existing and not options.force:
         fix = "choose another folder, or replace these files with --force."
         raise ConfigError(f"--out {options.out} already contains {existing}; {fix}")
-    kind, model = "finetune" if options.full else "lora", _absolute(options.model)
+    kind = "finetune" if options.full else "lora"
+    model = _absolute(options.model)
     name = published_name(model)  # no file of a published model is read
     variant = VARIANTS[name] if name else read_variant(model)
     family = variant.name.rpartition("-")[0]
@@ -83,7 +86,9 @@ def init(options: InitOptions) -> str:
         raise DataError(f"SOURCE={options.source}: no clip can be used; {first}")
     pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
     clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
-    spec, lens, mean = report.spec, report.tokens, float(report.tokens.mean())
+    spec = report.spec
+    lens = report.tokens
+    mean = float(report.tokens.mean())
     if report.num_skipped:  # the other clips can have more tokens
         area = max(spec.max_pixels or 0, (spec.height or 0) * (spec.width or 0), *spec.more_pixels)
         size = spec.legal_frames(spec.max_frames or 1), spec.size_multiple, area // spec.size_multiple
@@ -95,7 +100,8 @@ def init(options: InitOptions) -> str:
     samples = len(held) - held.sum()
 
     # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
-    tokens, usual_tokens = min(CLIPS_PER_STEP, samples) * mean, load_recipe(base).packing.max_tokens
+    tokens = min(CLIPS_PER_STEP, samples) * mean
+    usual_tokens = load_recipe(base).packing.max_tokens
     max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / machine.gpus)))
     bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
     recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
@@ -103,7 +109,8 @@ def init(options: InitOptions) -> str:
     shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
     prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
-    has_room, parts = (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER, find_model(recipe, name)
+    has_room = (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER
+    parts = find_model(recipe, name)
     tasks = [build_task(recipe, parts, lens, machine, part) for part in [{}, load][: 1 + has_room]]
     # Settings with more data-parallel ranks than samples come last, because wands train refuses them.
     ranked = [
@@ -146,14 +153,18 @@ def _describe_machine(options: InitOptions) -> PlanOptions:
     """Return options of `wands plan` that describe the GPUs of `options`. If `options` describes no GPU, describe the GPUs of
     this machine.
     """
-    count, hardware, memory, node = torch.cuda.device_count(), options.hardware, options.gpu_memory, {}
+    count = torch.cuda.device_count()
+    hardware = options.hardware
+    memory = options.gpu_memory
+    node = {}
     if not (count or hardware or memory):
         fix = "describe the GPU for the training with --gpu-memory GB, or with --hardware and a name such as rtx4090."
         raise ConfigError(f"this machine has no GPU that PyTorch can use; {fix}")
     if not (hardware or memory):
         here = machine_here("cuda", count)
         names = (key for key in MACHINES if key.partition("-")[0] in here.name.replace(" ", "").lower())
-        hardware, memory = next(names, None), round(here.memory / 1e9, 1)
+        hardware = next(names, None)
+        memory = round(here.memory / 1e9, 1)
         node = {"host_memory": here.host_memory / 1e9, "gpus_per_node": count}
     hardware = hardware or min(MACHINES, key=lambda key: abs(MACHINES[key].memory / 1e9 - (memory or 0)))
     return PlanOptions(hardware=hardware, gpu_memory=memory, gpus=options.gpus or count or 1, **node)

@@ -202,7 +202,8 @@ def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = N
         error: error that the operating system or HDF5 raised.
         cache: folder of the cache, for the message. Default: folder of the file.
     """
-    free, problem = shutil.disk_usage(path.parent).free, reason(error)
+    free = shutil.disk_usage(path.parent).free
+    problem = reason(error)
     fix = "Free some space, or choose another --out"
     if problem == os.strerror(errno.EFBIG):
         fix = "Raise the limit of file sizes (ulimit -f unlimited)"

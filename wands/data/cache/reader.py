@@ -94,7 +94,8 @@ class LatentCache(SampleFacts):
         self.keys = list(self.index.keys)
         self.licenses = np.array([*self.index.license_names, ""], object)[self.index.licenses]
         self.mask_sums = self.index.mask_sums
-        self.latent_shapes, self.checksums = self.index.latent_shapes[:, 1:], self.index.crc32
+        self.latent_shapes = self.index.latent_shapes[:, 1:]
+        self.checksums = self.index.crc32
         self.places = np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
         self.num_bytes = int(self.index.shard_bytes.sum())
         self.null_text_embeds = from_bits(self.index.null_text)

@@ -174,7 +174,8 @@ def open_sample(
         if spec.optional and not group.id.links.exists(spec.name.encode()):
             continue
         array = stored[spec] = _child(group, spec.name, h5py.Dataset)
-        layout, offset = array.id.get_create_plist(), array.id.get_offset()
+        layout = array.id.get_create_plist()
+        offset = array.id.get_offset()
         in_one_piece = layout.get_layout() == h5py.h5d.CONTIGUOUS and not layout.get_external_count()
         end = (offset or 0) + array.nbytes
         if not in_one_piece or (array.size and offset is None) or end > file.id.get_filesize():
@@ -243,7 +244,8 @@ def read_entry(file: h5py.File, shard: str, row: int, arrays: Sequence[ArraySpec
         KeyError, OSError, ValueError: if the sample is damaged, or another program has changed the shard.
     """
     group, stored = open_sample(file, row, arrays)
-    meta, key = json.loads(group.attrs["meta"]), json.loads(group.attrs["key"])
+    meta = json.loads(group.attrs["meta"])
+    key = json.loads(group.attrs["key"])
     if not isinstance(meta, dict) or not isinstance(key, str) or "\0" in key:
         raise ValueError(f"the key or the metadata of sample {row} are of the wrong kind")
     names = ("crc32", "signature", "mask_sums")

@@ -75,7 +75,8 @@ class LogRecord:
                 f"cache={self.path.parent.parent} has a damaged {self.path.name} (wrong checksum of {self.name}); "
                 f"delete {self.path} and run the same wands preprocess command again."
             )
-        arrays, begin = [], 0
+        arrays = []
+        begin = 0
         for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
             part = np.frombuffer(content, np.uint8, size, begin)
             begin += size
@@ -91,7 +92,8 @@ def read_records(path: Path) -> Iterator[LogRecord]:
         path: file of the log. Another process may append to the file at the same time.
     """
     with path.open("rb") as file:
-        size, position = file.seek(0, os.SEEK_END), 0
+        size = file.seek(0, os.SEEK_END)
+        position = 0
         while position + _HEAD.size <= size:
             file.seek(position)
             magic, header_bytes, num_bytes, header_crc32, crc32 = _HEAD.unpack(file.read(_HEAD.size))
@@ -141,7 +143,8 @@ class WriteAheadLog:
             DiskError: if the disk is full.
             WandsError: if another process, such as a worker of another run, keeps the lock.
         """
-        self.path, self._durable = path, durable
+        self.path = path
+        self._durable = durable
         label = f"cache={path.parent.parent} ({path.name})"
         with ExitStack() as stack:
             lock = stack.enter_context(WriterLock(path.with_name(f"{path.name}.lock"), label, patience))
@@ -151,7 +154,8 @@ class WriteAheadLog:
             except OSError as error:
                 raise disk_error(path, 0, error, cache=path.parent.parent) from None
             records = list(read_records(path))
-            self.num_records, self.num_bytes = len(records), records[-1].end if records else 0
+            self.num_records = len(records)
+            self.num_bytes = records[-1].end if records else 0
             self._file.truncate(self.num_bytes)
             self._open = stack.pop_all()
 

@@ -194,7 +194,8 @@ class ShardWriter:
             samples = record.meta["samples"]
             if all(self.has(key, meta["content"]) for key, meta in samples):
                 continue
-            names, arrays = record.meta["arrays"], record.read()
+            names = record.meta["arrays"]
+            arrays = record.read()
             of_video = dict(zip(names, arrays[: -len(samples)], strict=True))
             for text_embeds, (key, meta) in zip(arrays[-len(samples) :], samples, strict=True):
                 if not self.has(key, meta["content"]):

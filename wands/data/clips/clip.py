@@ -119,7 +119,8 @@ class ClipSpec:
         Raises:
             ConfigError: if a value is invalid or options exclude each other.
         """
-        max_frames, shortest = options.setdefault("max_frames", 81), variant.vae_stride[0] + 1
+        max_frames = options.setdefault("max_frames", 81)
+        shortest = variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
                 f"--max-frames={max_frames} gives samples of one frame, but {variant.name} generates a video from the "

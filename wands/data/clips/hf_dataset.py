@@ -89,7 +89,8 @@ def _stored_file(source: Source, cell: Any) -> Any:
     if isinstance(cell, bytes):
         cell = {"bytes": cell}
     if isinstance(cell, dict):
-        data, written = cell.get("bytes"), cell.get("path")
+        data = cell.get("bytes")
+        written = cell.get("path")
         return str(write_clip(data, written, clips_dir(source))[1]) if data else written
     return cell
 

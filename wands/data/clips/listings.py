@@ -265,7 +265,8 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     for number, line in enumerate(read_lines(file), start=1):
         if not line:
             continue
-        place, parts = f"{file.name}:{number}", [part.strip() for part in line.split(",")]
+        place = f"{file.name}:{number}"
+        parts = [part.strip() for part in line.split(",")]
         if len(parts) != 2 or not all(parts):
             reason = "unreadable line; write the path of a folder, a comma, and the path of a table"
             yield reject(place, file, reason)
@@ -302,8 +303,10 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
         listing: the file captions.json, with the source that contains this file.
         captions: maps file names to captions. A clip without an entry is rejected if the source needs captions.
     """
-    file, source = listing.file, listing.source
-    folder, used = file.parent, set[str]()
+    file = listing.file
+    source = listing.source
+    folder = file.parent
+    used = set[str]()
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for archive in filter(is_tar, map(folder.joinpath, sorted(present))):
         yield from scan_tar(archive, folder, source, captions, used)

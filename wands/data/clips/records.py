@@ -246,7 +246,8 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
         if isinstance(item, Rejection):
             rejections.append(item)
             continue
-        known, record = first.setdefault((item.path, item.range_suffix), item), item
+        known = first.setdefault((item.path, item.range_suffix), item)
+        record = item
         if known is not item:
             # All captions of a clip get the name of the first record, so their keys are equal before the "~".
             record = replace(item, name=known.name, is_extra_caption=item.caption != known.caption)
@@ -257,7 +258,8 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
     full_keys = Counter(safe_name(record.name) + record.suffix for record in unique.values())
     records = []
     for record in unique.values():
-        key, full_key = clip_key(record.name) + record.suffix, safe_name(record.name) + record.suffix
+        key = clip_key(record.name) + record.suffix
+        full_key = safe_name(record.name) + record.suffix
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:

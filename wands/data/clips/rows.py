@@ -92,7 +92,8 @@ def read_range(row: Mapping[str, Any], path: Path) -> Range:
         return _read_seconds(row)
     from wands.data.clips.video import frame_times, probe
 
-    info, (first, last) = probe(path), frames
+    info = probe(path)
+    (first, last) = frames
     if first == 0 and last + 1 >= info.num_frames > 0:
         return None, None
     times = frame_times(path)
@@ -126,7 +127,8 @@ def _read_frame_range(row: Mapping[str, Any]) -> tuple[int, int] | None:
 
     The last frame belongs to the range. If only one of the two columns is filled, DataError is raised.
     """
-    first, last = row.get("start_frame"), row.get("end_frame")
+    first = row.get("start_frame")
+    last = row.get("end_frame")
     if first in (None, "") and last in (None, ""):
         return None
     with suppress(ValueError):

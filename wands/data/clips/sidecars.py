@@ -125,7 +125,8 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                 else:
                     wanted = " or ".join(path.stem + extension for extension in source.sidecars[:2])
                     hint = "pass the path of a table with the captions as SOURCE"
-                    captions, row = source.check_captions(None, f"{wanted} next to the clip, {hint}"), {}
+                    captions = source.check_captions(None, f"{wanted} next to the clip, {hint}")
+                    row = {}
                 yield from records_of_clip(name, path, captions, sidecar or name, row, kinds=source.files)
             except DataError as error:
                 yield reject(clip_key(name), path, error)

@@ -52,7 +52,8 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
     Raises:
         DataError: if a file cannot be read, or the two files have different numbers of lines.
     """
-    paths, texts = read_lines(videos), read_lines(captions)
+    paths = read_lines(videos)
+    texts = read_lines(captions)
     if len(paths) != len(texts):
         raise DataError(
             f"SOURCE={videos.parent}: {videos.name} has {len(paths):,} lines and {captions.name} has "

@@ -70,7 +70,8 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
             raise ValueError(f"the file has more than {MAX_BYTES:,} bytes; move sections to another file")
         config: Any = parse(file.read_text(encoding="utf-8-sig"))
         name = "directory" if "directory" in config else "datasets"
-        sections, general = config.pop(name, None), config.pop("general", {})
+        sections = config.pop(name, None)
+        general = config.pop("general", {})
         if not (sections and all(isinstance(part, dict) for part in [general, *sections])):
             raise ValueError("no section [[datasets]] or [[directory]]")
         return _scan(source, config | general, sections)
@@ -89,14 +90,16 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
         shared: settings that apply to every section that does not set them itself.
         sections: settings of each section.
     """
-    file, notes = source.path, defaultdict[str, list[str]](list)
+    file = source.path
+    notes = defaultdict[str, list[str]](list)
     for number, settings in enumerate((shared, *sections)):
         for note in filter(None, map(_note, settings, settings.values())):
             notes[note].append(f"section {number}" if number else "all sections")
     for note, places in notes.items():
         source.log(f"{file.name}, {', '.join(places[:9])}: {note}")
     items: list[tuple[Path, ClipRecord | Rejection]] = []
-    roots, known = defaultdict[str, set[Path]](set), set()
+    roots = defaultdict[str, set[Path]](set)
+    known = set()
     for number, section in enumerate(sections, start=1):
         place = f"{file.name}:section {number}"
         try:
@@ -107,7 +110,8 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
             root = part.path.parent if part.path.is_file() else part.path
             found = (result for layout in SECTION_LAYOUTS if (result := layout(part)) is not None)
             clips = next(found, [reject(place, part.name, "section contains no clip; correct the path")])
-            unmasked, of_stem = set[str](), {mask.stem: mask for mask in masks}
+            unmasked = set[str]()
+            of_stem = {mask.stem: mask for mask in masks}
             for item in (clip for clip in clips if not str(clip.path).lower().endswith(ignored)):
                 if isinstance(item, ClipRecord):
                     mask = of_stem.get(PurePosixPath(item.name).stem)
@@ -161,11 +165,13 @@ def _read_section(
             raise DataError(f"{key}={settings[key][:99]} does not exist ({paths[0][:500]}); correct the path")
         return path
 
-    name, kind = settings[key], settings.get("dataset_type") or key.partition("_")[0]
+    name = settings[key]
+    kind = settings.get("dataset_type") or key.partition("_")[0]
     path = find(key, name if key == "data_root" and name[0] not in "/~." else "")
     files = sorted(Path(find("mask_path")).glob("*")) if settings.get("mask_path") else []
     masks = tuple(file for file in files if file.name.lower().endswith(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS))
-    extension, token = settings.get("caption_extension"), settings.get("id_token")
+    extension = settings.get("caption_extension")
+    token = settings.get("id_token")
     sidecars = (f".{extension.lstrip('.')}",) if extension else source.sidecars
     ignored = {"image": VIDEO_EXTENSIONS, "video": IMAGE_EXTENSIONS}.get(kind, ())
     prefix = f"{token} " if token else settings.get("caption_prefix", "")
@@ -185,7 +191,8 @@ def _note(key: str, value: Any) -> str:
         elif key in _SIZES:
             note = f"use {_pixels(key, value)}"
     except (IndexError, OverflowError, RecursionError, TypeError, ValueError):
-        text, note = "...", "not used, because wands cannot read this value"
+        text = "..."
+        note = "not used, because wands cannot read this value"
     return printable(f"{key[:99]} = {text[:180]}: {note[:199]}")
 
 

@@ -83,14 +83,16 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
     """
     start = next(times)
     frames = reader.frames(start)
-    current, following = next(frames, None), next(frames, None)
+    current = next(frames, None)
+    following = next(frames, None)
     if current is None:
         return
     for time in chain([start], times):
         while following is not None and following.time <= time + TIME_SLACK:
             if following.time < current.time - TIME_SLACK:
                 raise reader.error(f"has timestamps that run backwards at {current.time:.3f} s", RECODE)
-            current, following = following, next(frames, None)
+            current = following
+            following = next(frames, None)
         past_current = time >= current.end - TIME_SLACK
         if following is None and past_current:
             return
@@ -115,7 +117,8 @@ class _Cropper:
     """
 
     def __init__(self, reader: VideoReader, crop: Crop) -> None:
-        info, (x, y, width, height) = reader.info, map(Fraction, crop)
+        info = reader.info
+        (x, y, width, height) = map(Fraction, crop)
         frame_width, frame_height = info.display_size
         fits = x + width <= math.ceil(frame_width) and y + height <= math.ceil(frame_height)
         shown = f"{float(frame_width):.0f}x{float(frame_height):.0f}"
@@ -128,7 +131,8 @@ class _Cropper:
         if not fits or min(box[:2]) < 2:  # two pixels may share a color
             reason = f"has frames of {shown} pixels, but crop={','.join(map(str, crop))}"
             raise reader.error(f"{reason} must be in the frame and at least 2x2 pixels", "correct the crop")
-        image, self._graph = reader.first.image, av.filter.Graph()
+        image = reader.first.image
+        self._graph = av.filter.Graph()
         source = self._graph.add_buffer(
             width=image.width, height=image.height, format=image.format, time_base=Fraction(1)
         )
@@ -147,7 +151,9 @@ class _Renderer:
 
     def __init__(self, reader: VideoReader, size: FrameSize, crop: _Cropper | None) -> None:
         self.size = size.target[::-1]  # height and width of the result
-        self._reader, self._scaled, self._crop = reader, size.scaled, crop
+        self._reader = reader
+        self._scaled = size.scaled
+        self._crop = crop
         self._turns = reader.info.rotation // 90
         self._reformatter = VideoReformatter()
 
@@ -171,7 +177,8 @@ class _Renderer:
         if info.mirrored:
             upright = upright[:, ::-1]
         height, width = self.size
-        top, left = (upright.shape[0] - height) // 2, (upright.shape[1] - width) // 2
+        top = (upright.shape[0] - height) // 2
+        left = (upright.shape[1] - width) // 2
         return upright[top : top + height, left : left + width]
 
 
@@ -199,16 +206,20 @@ def _read_file(
     Raises:
         DataError: if the file cannot be decoded, or its aspect ratio or duration differs from the clip's.
     """
-    kind, what = file.kind, file.kind.column
+    kind = file.kind
+    what = file.kind.column
     with open_video(file.path) as reader:
-        info, of_clip = reader.info, clip.info
+        info = reader.info
+        of_clip = clip.info
         is_image = file.path.suffix.lower() in IMAGE_EXTENSIONS
         if is_image and not kind.allows_image and clip.path.suffix.lower() not in IMAGE_EXTENSIONS:
             raise reader.error(
                 f"is an image, but a {what} of a video must be a video", f"make a video of the {what}"
             )
-        (width, height), (clip_width, clip_height) = info.display_size, of_clip.display_size
-        ratio, wanted = float(width / height), float(clip_width / clip_height)
+        (width, height) = info.display_size
+        (clip_width, clip_height) = of_clip.display_size
+        ratio = float(width / height)
+        wanted = float(clip_width / clip_height)
         # Many programs make a mask with the stored pixels of the clip, and forget their aspect ratio.
         stored = wanted * float(of_clip.sar) ** (1 if of_clip.rotation % 180 else -1)
         if all(abs(ratio / allowed - 1) > FILE_RATIO for allowed in (wanted, stored)):
@@ -218,7 +229,8 @@ def _read_file(
         if not is_image and abs(info.duration - of_clip.duration) > 2.1 / min(info.fps, of_clip.fps):
             length = f"is a {what} of {info.duration:.2f} s for a clip of {of_clip.duration:.2f} s"
             raise reader.error(length, f"make a {what} as long as the clip")
-        cropper, scale = None, (width / clip_width, height / clip_height) * 2
+        cropper = None
+        scale = (width / clip_width, height / clip_height) * 2
         if crop:
             x, y, w, h = (int(value * factor) for value, factor in zip(crop, scale, strict=True))
             cropper = _Cropper(reader, (x, y, w, h))
@@ -251,11 +263,13 @@ def _render_window(
     """
     # The arrays are filled in place. Stacking a list of frames would halve the speed.
     images = {suffix: np.empty((length, *render.size, 3), np.uint8) for suffix, render in renders.items()}
-    filled, latest = 0, None
+    filled = 0
+    latest = None
     for frame in islice(frames, length):
         for suffix, rendered in images.items():
             rendered[filled] = rendered[filled - 1] if frame is latest else renders[suffix](frame.image)
-        filled, latest = filled + 1, frame
+        filled = filled + 1
+        latest = frame
     return images, filled
 
 
@@ -298,7 +312,8 @@ def decode_clip(
         slack = reader.tolerance(duration)
         if end is not None and end > duration + slack:
             raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
-        begin, finish = max(start or 0.0, reader.first.time), min(end or duration, duration)
+        begin = max(start or 0.0, reader.first.time)
+        finish = min(end or duration, duration)
         windows = partial(plan_windows, spec, begin, finish)
         if next(windows(), None) is None:
             raise reader.error(
@@ -429,23 +444,29 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
     """
     assert frames.dtype == np.uint8, frames.dtype
     assert len(frames) > 0
-    height, width = frames.shape[1] + frames.shape[1] % 2, frames.shape[2] + frames.shape[2] % 2
+    height = frames.shape[1] + frames.shape[1] % 2
+    width = frames.shape[2] + frames.shape[2] % 2
     rate = Fraction(fps).limit_denominator(1001)
     with (
         atomic_path(path) as partial,
         av.open(str(partial), "w", format="mp4", container_options={"movflags": "+faststart"}) as output,
     ):
         stream = output.add_stream("libx264", rate=rate, options={"crf": "17"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         context = stream.codec_context
-        context.colorspace, context.color_range = Colorspace.ITU709, ColorRange.MPEG
-        context.color_primaries, context.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
+        context.colorspace = Colorspace.ITU709
+        context.color_range = ColorRange.MPEG
+        context.color_primaries = ColorPrimaries.BT709
+        context.color_trc = ColorTrc.BT709
         for index, frame in enumerate(frames):
             margins = (0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)
             padded = np.pad(frame, margins, "edge")
             image = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
                 format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
             )
-            image.pts, image.time_base = index, 1 / rate
+            image.pts = index
+            image.time_base = 1 / rate
             output.mux(stream.encode(image))
         output.mux(stream.encode(None))

@@ -89,7 +89,8 @@ class VideoInfo:
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
         """Displayed (width, height) in pixels, with the pixel aspect ratio and the rotation applied."""
-        width, height = self.width * self.sar, Fraction(self.height)
+        width = self.width * self.sar
+        height = Fraction(self.height)
         return (height, width) if self.rotation % 180 else (width, height)
 
 
@@ -318,13 +319,15 @@ class VideoReader:
         # numbers packets. Their rate is constant.
         if self._container.format.name in _GUESSED_DURATION:
             return None
-        unit, index = self._stream.time_base, self._stream.index_entries
+        unit = self._stream.time_base
+        index = self._stream.index_entries
         # If the index has an entry for every frame, the file need not be read.
         if 0 < self._stream.frames == len(index):
             stored = [entry.timestamp for entry in index]
             if self._is_even([float((stamp - stored[0]) * unit) for stamp in stored]):
                 return None
-        times, end = [], 0.0
+        times = []
+        end = 0.0
         with _open_container(self.path) as container:
             for packet in _readable_packets(container, container.streams[self._stream.index]):
                 if not packet.size or packet.is_discard or self._is_hidden(packet):
@@ -367,7 +370,8 @@ class VideoReader:
 
     def _decode(self) -> Iterator[VideoFrame]:
         damaged = lost = False
-        end, before = 0.0, None
+        end = 0.0
+        before = None
         clock: deque[int] = deque()  # timestamps of packets without a decoded frame yet
         for packet in _readable_packets(self._container, self._stream):
             if packet.size and packet.dts is not None:

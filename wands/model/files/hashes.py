@@ -78,7 +78,8 @@ def find_damaged_files(
     """
     for name in sorted(hashes)[share[0] :: share[1]]:
         try:
-            path, kind = folder / name, "sha256" if len(hashes[name]) == 64 else xxhash.xxh3_128
+            path = folder / name
+            kind = "sha256" if len(hashes[name]) == 64 else xxhash.xxh3_128
             found = read_patiently(path, partial(hash_file, path, kind))
         except OSError as error:
             yield name, one_line(error)
@@ -108,7 +109,8 @@ def hub_sha256(folder: Path, path: Path) -> str | None:
 
     Return None for a small file or a file that was not downloaded from the Hub. The client stored no SHA-256 for these files.
     """
-    blob, record = path.resolve(), folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
+    blob = path.resolve()
+    record = folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
     text = record.read_text(encoding="utf-8") if record.is_file() else ""
     match = re.search(r"(?m)^[0-9a-f]{64}$", blob.name if blob.parent.name == "blobs" else text)
     return match[0] if match else None

@@ -205,7 +205,8 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
         ConfigError: if the model does not exist or is not a Wan DiT.
         CheckpointError: if the weights are missing, are damaged, or do not fit the config.
     """
-    where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
+    where = f"model.path={path}"
+    folder = _find_folder(path, subfolder, _MODEL_FILES, "model.path")
     _open_weights(where, folder, build_empty(_read_dit_config(where, folder)))
 
 
@@ -270,7 +271,9 @@ def _freed_is_returned() -> Iterator[None]:
     except (OSError, AttributeError):
         yield  # not glibc
         return
-    mmap_threshold, trim_threshold, kib = -3, -1, 1024
+    mmap_threshold = -3
+    trim_threshold = -1
+    kib = 1024
     mallopt(mmap_threshold, 128 * kib)
     try:
         yield
@@ -400,6 +403,7 @@ def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.zeros(shape)
     if "text_embedder" in owner or "time_embedder" in owner:
         return torch.randn(shape, generator=generator) * 0.02
-    fan_out, fan_in = shape[0], torch.Size(shape[1:]).numel()
+    fan_out = shape[0]
+    fan_in = torch.Size(shape[1:]).numel()
     bound = (6 / (fan_in + fan_out)) ** 0.5  # Xavier
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -128,7 +128,8 @@ def parse_lora(
     updates: dict[str, LoraUpdate] = {}
     for (expert, name), tensors in _group(state, where).items():
         update = updates.setdefault(expert, LoraUpdate())
-        scale, changes = 1.0, {leaf: tensors[leaf] for leaf in ("weight", "bias") if leaf in tensors}
+        scale = 1.0
+        changes = {leaf: tensors[leaf] for leaf in ("weight", "bias") if leaf in tensors}
         if "A" in tensors:
             pair = _pair_of(name, tensors, (settings or {}).get(expert, {}), where)
             scale = pair.scale
@@ -165,7 +166,8 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
     for key, value in state.items():
         stem, suffix = _split_key(key)
         try:
-            kind, module = _KINDS[suffix], _module_of(stem, is_table=suffix == "diff_m")
+            kind = _KINDS[suffix]
+            module = _module_of(stem, is_table=suffix == "diff_m")
         except KeyError:
             unknown.append(key)
             continue
@@ -205,13 +207,15 @@ def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, An
     The returned matrices have two dimensions. For a convolution, the matrices in `tensors` have more than two dimensions, and
     all dimensions after the first are flattened.
     """
-    lora_A, lora_B = tensors["A"], tensors["B"]
+    lora_A = tensors["A"]
+    lora_B = tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or not 0 < len(lora_A) == lora_B.flatten(1).shape[1]:
         raise CheckpointError(
             f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each other. "
             "Their shapes must be [rank, inputs] and [outputs, rank]. Download the file again, or use another LoRA."
         )
-    alpha, patterns = settings.get("lora_alpha"), settings.get("alpha_pattern") or {}
+    alpha = settings.get("lora_alpha")
+    patterns = settings.get("alpha_pattern") or {}
     try:
         for spelled in (name, DIT.to_official(name)):  # matched as PEFT does
             alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", spelled)), alpha)
@@ -220,7 +224,8 @@ def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, An
             f"{where}: alpha_pattern contains a wrong pattern ({one_line(error)}). Download the LoRA again."
         ) from None
     if "alpha" in tensors:
-        stored, settings = tensors["alpha"], {}
+        stored = tensors["alpha"]
+        settings = {}
         alpha = stored.item() if stored.numel() == 1 else stored.tolist()
     if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
         raise CheckpointError(f"{where}: the alpha of {name} is {alpha}, not one number. Use another file.")

@@ -204,7 +204,8 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
             add(f"{half}.middle.{2 * index}", f"{half}.mid_block.resnets.{index}", _VAE_RESIDUAL)
         count = num_res_blocks + (half == "decoder")
         for level, index in itertools.product(range(4), range(count + 1)):
-            flat, is_residual = level * (count + 1) + index, index < count
+            flat = level * (count + 1) + index
+            is_residual = index < count
             old = f"{half}.{way}samples." + (f"{level}.{way}samples.{index}" if nested else f"{flat}")
             new = f"{half}.{way}_blocks."
             if half == "encoder" and not nested:

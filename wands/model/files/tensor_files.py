@@ -140,7 +140,8 @@ class TensorFiles:
             ) from None
         key = next((key for key in TRAINING_STATES if isinstance(state, Mapping) and key in state), None)
         if key is not None:
-            state, self.training_state = state[key], key
+            state = state[key]
+            self.training_state = key
         if not isinstance(state, Mapping):
             raise CheckpointError(
                 f"{self.where}: {path} contains a {type(state).__name__}, not a state dict. Use a file with one state dict."
@@ -253,7 +254,8 @@ def sample_digest(files: Sequence[Path], where: str) -> str:
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    digest, tensors = hashlib.blake2b(digest_size=16), dict[str, Tensor]()
+    digest = hashlib.blake2b(digest_size=16)
+    tensors = dict[str, Tensor]()
     for path in files:
         with open_safetensors(path, where) as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
@@ -279,7 +281,8 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
     Raises:
         CheckpointError: if the index is damaged, or the weights are pickles.
     """
-    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    single = folder / f"{stem}.safetensors"
+    index = folder / f"{stem}.safetensors.index.json"
     if single.is_file():
         return [single]
     if index.is_file():
@@ -346,7 +349,8 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for tensor in ordered:
-        start, end = end, end + tensor.num_bytes
+        start = end
+        end = end + tensor.num_bytes
         kind = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape)}
         header[tensor.name] = {**kind, "data_offsets": [start, end]}
     text = json.dumps(header).encode()

@@ -26,7 +26,9 @@ def write_bars(
     frame = np.repeat(np.repeat(COLORS[None], height, axis=0), width // 4, axis=1)
     with av.open(str(path), "w") as out:
         stream = out.add_stream(codec, rate=8, options={"crf": "10", "b": "5M"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = "yuv420p"
         if tag:
             stream.codec_context.colorspace = matrix
         for index in range(5):

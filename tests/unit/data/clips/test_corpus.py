@@ -33,7 +33,8 @@ def complaints(expected: dict[str, str], report: CheckReport) -> list[str]:
     wrong += [f"{key} is skipped in silence" for key in expected.keys() - clips.keys()]
     wrong += [f"{key} is not in the corpus" for key in clips.keys() - expected.keys()]
     for key in expected.keys() & clips.keys():
-        clip, reason = clips[key], expected[key]
+        clip = clips[key]
+        reason = expected[key]
         if bool(clip.samples) == bool(clip.reason):
             wrong.append(f"{key} gives both a sample and a reason, or neither")
         elif reason == SAMPLE and clip.reason:

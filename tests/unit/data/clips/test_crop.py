@@ -105,7 +105,8 @@ class InlineWorker:
 def test_preprocess_applies_the_crop_and_stores_it_in_the_digest_only_if_it_is_set(tmp_path: Path):
     records, _ = load_source(write_table(tmp_path, "", "0,16,96,32"))
     plain, cropped = SourceScan(rows=records, rejected=[], spec=SPEC, quarantine={}).clips.values()
-    data, parts = _read_pieces(records[0].path), [records[0].path.stat().st_size, 0.0, 0.04]
+    data = _read_pieces(records[0].path)
+    parts = [records[0].path.stat().st_size, 0.0, 0.04]
     # as before there was a column crop, so that old caches stay valid
     assert plain.video == hashlib.blake2b(data + json.dumps(parts).encode(), digest_size=16).hexdigest()
     parts = [parts[0], 0.04, 0.08]

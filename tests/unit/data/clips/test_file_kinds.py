@@ -116,7 +116,8 @@ def test_nested_json_is_one_reason(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_text("x")
     (tmp_path / "a.json").write_text(deep)
     shutil.copy(tmp_path / "a.json", tmp_path / "t.jsonl")
-    (_, (rejection,)), (_, (line,)) = load_source(str(tmp_path)), load_source(str(tmp_path / "t.jsonl"))
+    (_, (rejection,)) = load_source(str(tmp_path))
+    (_, (line,)) = load_source(str(tmp_path / "t.jsonl"))
     assert (
         rejection.reason
         == "file a.json cannot be read: brackets are nested too deeply; remove the nested values"

@@ -700,7 +700,8 @@ def test_streamed_rows_that_name_files_of_the_repository(
     import datasets
     import huggingface_hub
 
-    hub, asked = lay(tmp_path / "hub", {"videos/a.mp4": "x", "videos/b.mp4": "y"}), []
+    hub = lay(tmp_path / "hub", {"videos/a.mp4": "x", "videos/b.mp4": "y"})
+    asked = []
 
     def hf_hub_download(repo: str, name: str, repo_type: str, revision: str | None) -> str:
         asked.append((repo, name, repo_type, revision))
@@ -819,7 +820,8 @@ def test_the_licence_of_every_layout(lay_rows: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     folder = lay(tmp_path / "set", {"a.mp4": "1", "b.mp4": "2", "c.mp4": "3"})
-    captions, licenses = {"a": "one", "b": "two", "c": "three"}, {"a": "CC-BY-4.0", "b": None, "c": ""}
+    captions = {"a": "one", "b": "two", "c": "three"}
+    licenses = {"a": "CC-BY-4.0", "b": None, "c": ""}
     rows = [
         {"video": f"{key}.mp4", "caption": caption, "license": licenses[key]}
         for key, caption in captions.items()

@@ -94,7 +94,8 @@ def test_diffsynth_image_column(tmp_path: Path) -> None:
 
 def test_musubi_jsonl(tmp_path: Path) -> None:
     """musubi-tuner: video_jsonl_file / image_jsonl_file of a dataset TOML, absolute paths."""
-    a, b = clip(tmp_path / "videos/video1.mp4", 40), image(tmp_path / "images/image1.jpg", 80)
+    a = clip(tmp_path / "videos/video1.mp4", 40)
+    b = image(tmp_path / "images/image1.jpg", 80)
     lines = [
         {"video_path": str(a), "caption": "A caption for video1"},
         {"image_path": str(b), "caption": "A caption for image1"},
@@ -514,7 +515,8 @@ def test_diffusion_pipe_tar_with_captions_json(tmp_path: Path, mp4: list[bytes])
 
 
 def test_archives_never_write_outside_the_target(tmp_path: Path, mp4: list[bytes]) -> None:
-    source, cache = tmp_path / "a/b/source", tmp_path / "a/b/cache"
+    source = tmp_path / "a/b/source"
+    cache = tmp_path / "a/b/cache"
     path = source / "evil.tar"
     source.mkdir(parents=True)
     secret = write(tmp_path / "secret.mp4", "secret")
@@ -527,7 +529,8 @@ def test_archives_never_write_outside_the_target(tmp_path: Path, mp4: list[bytes
             archive.addfile(info, io.BytesIO(data))
         for kind, name in [(tarfile.SYMTYPE, "link.mp4"), (tarfile.LNKTYPE, "hard.mp4")]:
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, str(secret)
+            info.type = kind
+            info.linkname = str(secret)
             archive.addfile(info)
         for kind, name in [(tarfile.CHRTYPE, "device.mp4"), (tarfile.FIFOTYPE, "pipe.mp4")]:
             info = tarfile.TarInfo(name)
@@ -699,7 +702,8 @@ def test_random_damage_to_a_listing_never_crashes(tmp_path: Path, name: str) -> 
     image(tmp_path / "image.png", 80)
     write(tmp_path / "prompts.txt", "a cat\na tree\n")
     write(tmp_path / "table.json", [{"path": "clip.mp4", "cap": ["a"]}])
-    rng, outcomes = np.random.default_rng(0), set()
+    rng = np.random.default_rng(0)
+    outcomes = set()
     for _ in range(150):
         data = bytearray(LISTINGS[name].encode())
         for place in rng.integers(len(data), size=int(rng.integers(1, 6))):
@@ -731,7 +735,8 @@ def peak_of(source: Path, cache: Path) -> tuple[int, list[Rejection]]:
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
 def test_a_member_of_2_gib_is_not_read_into_memory(tmp_path: Path, kind: bytes) -> None:
     header = tarfile.TarInfo("a.txt")
-    header.size, header.type = 2 << 30, kind
+    header.size = 2 << 30
+    header.type = kind
     with (tmp_path / "a.tar").open("wb") as file:  # the content is a hole in the file
         file.write(tarfile.TarInfo("a.mp4").tobuf() + header.tobuf())
         file.truncate(file.tell() + header.size + 1024)

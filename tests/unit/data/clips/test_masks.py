@@ -41,7 +41,8 @@ def expected(frames: np.ndarray, side: int = 32) -> np.ndarray:
     spans = [(0, 1), *((first, first + 4) for first in range(1, len(frames), 4))]
     found = np.empty((len(spans), 128 // side, 192 // side))
     for f, r, c in np.ndindex(*found.shape):
-        rows, columns = slice(r * side, r * side + side), slice(c * side, c * side + side)
+        rows = slice(r * side, r * side + side)
+        columns = slice(c * side, c * side + side)
         found[f, r, c] = gray[slice(*spans[f]), rows, columns].mean()
     return found
 

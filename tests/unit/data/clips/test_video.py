@@ -177,7 +177,8 @@ def test_real_clips_equal_a_sequential_decode(
 
 
 def test_probe_tells_the_truth_about_real_clips(clips_dir: Path) -> None:
-    city, phone = probe(clips_dir / "cityCC0.mpg"), probe(clips_dir / "carphone_pristine.mp4")
+    city = probe(clips_dir / "cityCC0.mpg")
+    phone = probe(clips_dir / "carphone_pristine.mp4")
     assert (city.num_frames, city.width, city.height, city.codec) == (0, 720, 405, "mpeg2video")
     assert city.duration == pytest.approx(190 / 25)
     assert (phone.sar, phone.num_frames, phone.rotation) == (Fraction(128, 117), 120, 0)
@@ -278,7 +279,8 @@ def test_own_aspect_is_kept_without_upscaling(
         shrink = min(1.0, ((spec.max_pixels or width * height) / (width * height)) ** 0.5)
         assert min(width, height) * shrink < multiple
         return
-    (scaled_w, scaled_h), (target_w, target_h) = geometry.scaled, geometry.target
+    (scaled_w, scaled_h) = geometry.scaled
+    (target_w, target_h) = geometry.target
     assert target_w % multiple == target_h % multiple == 0
     assert target_w * target_h <= (spec.max_pixels or width * height)
     assert target_w <= scaled_w <= width
@@ -397,7 +399,8 @@ def test_each_of_the_eight_orientations_is_shown_as_it_says(tmp_path: Path, exif
 @pytest.mark.parametrize("exif", ORIENTATIONS)
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
 def test_pictures_are_turned_as_their_exif_says(tmp_path: Path, suffix: str, exif: int) -> None:
-    path, tags = tmp_path / f"a.{suffix}", Image.Exif()
+    path = tmp_path / f"a.{suffix}"
+    tags = Image.Exif()
     tags[ExifTags.Base.Orientation] = exif
     Image.fromarray(quadrants()).save(path, exif=tags.tobytes(), quality=95)
     clip = decode_one(path, ClipSpec(fps=16))
@@ -408,7 +411,8 @@ def test_pictures_are_turned_as_their_exif_says(tmp_path: Path, suffix: str, exi
 
 
 def test_damaged_exif_is_no_reason_to_refuse_a_picture(tmp_path: Path) -> None:
-    path, tags = tmp_path / "a.jpg", Image.Exif()
+    path = tmp_path / "a.jpg"
+    tags = Image.Exif()
     tags[ExifTags.Base.Orientation] = 2
     Image.fromarray(quadrants()).save(path, exif=tags.tobytes(), quality=95)
     data = path.read_bytes()
@@ -488,7 +492,8 @@ def test_pictures_of_vp8_that_are_never_shown_have_no_number(tmp_path: Path) -> 
                 data = bytes(packet)
                 hidden = av.Packet(bytes([data[0] & ~0x10]) + data[1:])
                 hidden.pts = hidden.dts = packet.pts - 15
-                hidden.time_base, hidden.stream = packet.time_base, stream
+                hidden.time_base = packet.time_base
+                hidden.stream = stream
                 output.mux(hidden)
             if packet.size:
                 packet.stream = stream
@@ -519,10 +524,13 @@ def write_sound(path: Path, *, cover: bool = False) -> Path:
         stream = output.add_stream("aac", rate=16000)
         art = output.add_stream("mjpeg", rate=1) if cover else None
         if art:
-            art.width, art.height, art.pix_fmt = 64, 48, "yuvj420p"
+            art.width = 64
+            art.height = 48
+            art.pix_fmt = "yuvj420p"
             art.disposition = Disposition.attached_pic
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), format="fltp", layout="mono")
-        sound.sample_rate, sound.pts = 16000, 0
+        sound.sample_rate = 16000
+        sound.pts = 0
         output.mux(stream.encode(sound))
         output.mux(stream.encode(None))
         if art:
@@ -541,7 +549,9 @@ def write_text(path: Path, text: str) -> Path:
 def no_frames(path: Path) -> Path:
     with av.open(str(path), "w") as output:
         stream = output.add_stream("libx264", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        stream.width = 64
+        stream.height = 64
+        stream.pix_fmt = "yuv420p"
         output.start_encoding()
     return path
 
@@ -697,7 +707,8 @@ def test_a_cut_file_serves_windows_before_the_cut(tmp_path: Path, name: str) -> 
 
 def damage(path: Path, first: float, last: float, seed: int = 0) -> Path:
     """Overwrite 2 % of the bytes between two shares of the file."""
-    data, dice = bytearray(path.read_bytes()), random.Random(seed)
+    data = bytearray(path.read_bytes())
+    dice = random.Random(seed)
     places = range(int(len(data) * first), int(len(data) * last))
     for place in dice.sample(places, len(places) // 50):
         data[place] = dice.randrange(256)
@@ -735,10 +746,12 @@ def test_a_lost_packet_spoils_what_depends_on_it(
     with av.open(str(path)) as container:
         packets = [(bytes(packet), packet.is_keyframe) for packet in container.demux(video=0) if packet.size]
     healed = next(index for index in range(26, 75) if packets[index][1])
-    lost, data = packets[25][0], path.read_bytes()
+    lost = packets[25][0]
+    data = path.read_bytes()
     path.write_bytes(data.replace(lost, bytes(len(lost)), 1))
     for first in range(20, 45):
-        spec, start = ClipSpec(fps=25, max_frames=5), first / 25
+        spec = ClipSpec(fps=25, max_frames=5)
+        start = first / 25
         if first + 5 <= 25 or (first >= healed and not name.endswith("avi")):
             assert numbers(decode_one(path, spec, start).frames) == list(range(first, first + 5))
         else:
@@ -824,11 +837,13 @@ def test_sound_that_outlasts_the_picture_is_no_truncation(tmp_path: Path, name: 
         sound = output.add_stream("aac", rate=44100)
         for index in range(50):
             picture = av.VideoFrame.from_ndarray(numbered(index), format="rgb24")
-            picture.pts, picture.time_base = index, Fraction(1, 25)
+            picture.pts = index
+            picture.time_base = Fraction(1, 25)
             output.mux(stream.encode(picture))
         output.mux(stream.encode(None))
         noise = av.AudioFrame.from_ndarray(np.zeros((1, 44100 * 5), np.float32), format="fltp", layout="mono")
-        noise.sample_rate, noise.pts = 44100, 0
+        noise.sample_rate = 44100
+        noise.pts = 0
         output.mux(sound.encode(noise))
         output.mux(sound.encode(None))
     whole = probe(path).duration

@@ -17,7 +17,8 @@ from wands.model.lora import MergedLoras, load_start
 from wands.sampling.loras import find_loras
 from wands.variants import VARIANTS
 
-HIGH, LOW = "transformer", "transformer_2"
+HIGH = "transformer"
+LOW = "transformer_2"
 EXPERTS = VARIANTS["wan2.2-t2v-a14b"].experts
 ONE_DIT = VARIANTS["wan2.1-t2v-1.3b"].experts[0]
 MODULE = "blocks.0.attn1.to_q"

@@ -116,10 +116,8 @@ def deltas(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_alpha_of_a_file_is_the_scale_that_diffusers_reads():
     """diffusers spreads alpha / rank over both halves, wands puts it into lora_B: the product is the same."""
     keys = with_alpha(lora_tensors(make_lora(only="blocks"), "comfyui"), 6.0)
-    ours, theirs = (
-        deltas(lora_tensors(parse_lora(keys)["transformer"].pairs)),
-        deltas(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys))),
-    )
+    ours = deltas(lora_tensors(parse_lora(keys)["transformer"].pairs))
+    theirs = deltas(_convert_non_diffusers_wan_lora_to_diffusers(dict(keys)))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
@@ -150,7 +148,8 @@ def test_musubi_keys():
 
 
 def test_two_experts_in_one_file():
-    high, low = make_lora(only=r"to_q"), make_lora(only=r"to_k")
+    high = make_lora(only=r"to_q")
+    low = make_lora(only=r"to_k")
     low_keys = {key.replace("transformer.", "transformer_2."): v for key, v in lora_tensors(low).items()}
     keys = lora_tensors(high) | low_keys
     found = parse_lora(keys)
@@ -187,7 +186,8 @@ def test_alpha_in_the_metadata():
 
 def test_alpha_beside_peft_s_file(tmp_path: Path):
     """PEFT says alpha in another file; who does not look there loads every LoRA at the wrong strength."""
-    file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    file = tmp_path / "adapter_model.safetensors"
+    config = tmp_path / "adapter_config.json"
     config.write_text('{"lora_alpha": 16, "r": 4, "use_dora": false, "alpha_pattern": {}}')
     assert peft_settings({"format": "pt"}, file)["transformer"]["lora_alpha"] == 16
     assert peft_settings({"format": "pt"}, tmp_path / "other.safetensors") == {}
@@ -317,7 +317,8 @@ def test_names_of_more_programs_are_plain_loras(
 @pytest.mark.parametrize("place", ["metadata", "adapter_config.json"])
 def test_a_lora_that_starts_with_a_part_of_the_base_is_refused(init: str, place: str, tmp_path: Path):
     """Its matrices fit the base without this part, so that they are not an update of the whole base."""
-    metadata, settings = {}, {"lora_alpha": 4, "init_lora_weights": init}
+    metadata = {}
+    settings = {"lora_alpha": 4, "init_lora_weights": init}
     if place == "metadata":
         metadata["lora_adapter_metadata"] = json.dumps({f"transformer.{k}": v for k, v in settings.items()})
     else:
@@ -372,7 +373,8 @@ VALUES = [[4.0], "4", {}, float("nan"), float("inf")]
     ],
 )
 def test_an_alpha_that_is_not_one_number_is_refused(wrong: dict):
-    settings, keys = dict(wrong), lora_tensors(make_lora(only="to_q"))
+    settings = dict(wrong)
+    keys = lora_tensors(make_lora(only="to_q"))
     if "tensor" in settings:
         keys["transformer.blocks.0.attn1.to_q.alpha"] = settings.pop("tensor")
     with pytest.raises(
@@ -385,7 +387,8 @@ def test_settings_that_are_no_settings_are_refused():
     for settings in ({"transformer.alpha_pattern": [1]}, {"transformer.alpha_pattern": "x"}):
         with pytest.raises(CheckpointError, match="alpha_pattern is not a JSON object"):
             peft_settings({"lora_adapter_metadata": json.dumps(settings)}, Path("x"))
-    keys, wrong = lora_tensors(make_lora(only="to_q")), {"transformer": {"alpha_pattern": {"(": 4}}}
+    keys = lora_tensors(make_lora(only="to_q"))
+    wrong = {"transformer": {"alpha_pattern": {"(": 4}}}
     with pytest.raises(CheckpointError, match="alpha_pattern contains a wrong pattern"):
         parse_lora(keys, settings=wrong)
     empty = {key: tensor[:0] if "lora_A" in key else tensor[:, :0] for key, tensor in keys.items()}

@@ -41,7 +41,8 @@ def published_config(name: str) -> dict:
 def test_one_to_one_over_every_parameter_of_every_variant(variant: str):
     config = published_config(variant)
     with torch.device("meta"):
-        official, diffusers = shapes(WanModel(config)), shapes(WanTransformer3DModel(**config))
+        official = shapes(WanModel(config))
+        diffusers = shapes(WanTransformer3DModel(**config))
     assert {DIT.to_diffusers(name): shape for name, shape in official.items()} == diffusers
     assert {DIT.to_official(name): shape for name, shape in diffusers.items()} == official
     for name in official:

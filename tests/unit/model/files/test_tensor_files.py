@@ -85,7 +85,8 @@ def test_pickles_of_more(content: object, says: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_value_that_is_not_finite_is_named_when_it_is_read(dtype: torch.dtype, suffix: str, tmp_path: Path):
-    path, good = tmp_path / f"w{suffix}", torch.ones(3, 2).to(dtype)
+    path = tmp_path / f"w{suffix}"
+    good = torch.ones(3, 2).to(dtype)
     state = {"good": good, "none": torch.zeros(0), "bad": torch.tensor([1.0, torch.nan]).to(dtype)}
     (torch.save if suffix == ".pth" else save_file)(state, path)
     files = TensorFiles([path], "model.path=here")
