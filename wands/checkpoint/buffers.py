@@ -16,13 +16,7 @@ _ALIGNMENT = 64
 
 
 class TensorFile(NamedTuple):
-    """Contents of a Safetensors file to write.
-
-    Attributes:
-        name: path in the folder of the checkpoint.
-        tensors: tensors of the file.
-        metadata: metadata of the file.
-    """
+    """Contents of a Safetensors file to write; `name` is its path in the folder of the checkpoint."""
 
     name: str
     tensors: Sequence[LazyTensor]
@@ -30,9 +24,7 @@ class TensorFile(NamedTuple):
 
 
 class HostBuffers:
-    """Host memory for a copy of a checkpoint's tensors.
-
-    With `checkpoint.asynchronous=true`, a thread writes the files from this copy while the training continues.
+    """Host memory for a copy of a checkpoint's tensors, from which a thread writes with `checkpoint.asynchronous=true`.
 
     The first copy allocates the memory. Later copies use the same memory, unless the size of a tensor has changed.
     """
@@ -42,9 +34,7 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy_files(self, files: Sequence[TensorFile]) -> list[TensorFile]:
-        """Copy the tensors of `files` to host memory. Return `files` with these copies in place of the tensors.
-
-        The copies of an earlier call are overwritten.
+        """Return `files` with copies of the tensors in host memory, which overwrite those of an earlier call.
 
         Raises:
             ConfigError: if the host has too little memory.
@@ -72,14 +62,8 @@ class HostBuffers:
 def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str, fix: str) -> list[Tensor]:
     """Allocate uint8 vectors with the given numbers of bytes, as parts of a few large blocks.
 
-    Separate vectors would waste memory, because CUDA rounds each pinned allocation up to a power of two.
-
-    Args:
-        sizes: size of each vector in bytes.
-        device: device of the vectors.
-        pinned: whether to allocate pinned host memory. Pinned memory can be copied to and from a GPU while the GPU computes.
-        key: recipe key that needs the memory, for error messages, such as "ema.device=cpu".
-        fix: the fix in error messages, such as "set ema.device=gpu".
+    Separate vectors would waste memory, because CUDA rounds each pinned allocation up to a power of two. `key` and `fix` go into
+    the error message, such as "ema.device=cpu" and "set ema.device=gpu".
 
     Raises:
         ConfigError: if the host has too little memory.

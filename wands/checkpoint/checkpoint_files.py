@@ -1,7 +1,7 @@
 """Read the checkpoints that `wands train` saves: the state file, the trained weights, and their moving average.
 
-Each rank stored fragments (ranges of the parameters, see `wands.checkpoint.ranges`). One process can read a checkpoint that any
-number of ranks wrote, at any ZeRO stage.
+Each rank stored fragments, the ranges of flattened parameters of `wands.checkpoint.ranges`. One process can read a checkpoint
+that any number of ranks wrote, at any ZeRO stage. A step folder contains one checkpoint, with a folder for each DiT.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 EPOCH_FILE = "epoch.json"
 """File of a checkpoint with the plan of its epoch."""
 OBJECTIVE_FILE = "objective.safetensors"
-"""File of a checkpoint with the tensors of the objective's state. It is absent for an objective without state."""
+"""File of a checkpoint with the tensors of the objective's state, absent for an objective without state."""
 
 
 def _check_part(part: str) -> str:
@@ -74,30 +74,26 @@ class TrainState:
         step: number of optimizer steps that the run has made.
         epoch: epoch of the last step, for information only.
         world_size: number of ranks that wrote the ZeRO partitions.
-        zero_stage: ZeRO stage of the partitions.
-        variant: name of the variant (kind of Wan model), such as "wan2.1-t2v-1.3b".
-        parts: subfolders of the trained DiTs in the diffusers pipeline, such as "transformer". The checkpoint has a
-            folder with each of these names.
-        transformer_config: diffusers config from which the DiT can be built again. All trained DiTs of a run have the
-            same config.
+        variant: name of the variant, such as "wan2.1-t2v-1.3b".
+        parts: subfolders of the trained DiTs in the diffusers pipeline, such as "transformer".
+        transformer_config: diffusers config from which the DiT can be built again, the same for all trained DiTs.
         data_fingerprint: `DataIdentity.fingerprint` of the training data.
         data_summary: `DataIdentity.summary` of the training data, for the model card.
         recipe: the recipe of the run, with all defaults filled in.
         base: `model.path` of the run: the absolute path of a folder, or a Hub id.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
-        files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
-            checkpoint is complete if every listed file has its listed size.
+        files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A checkpoint
+            is complete if every listed file has its listed size.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`).
         data_contents: digest of the contents of all training samples, in order.
-        base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
-            None for a full finetune and for random base weights.
-        ds_config: complete DeepSpeed config of the run.
-        data_start: (epoch, step of the run) at which the run began to use its current training data and packing. This is
-            (0, 0) unless the data or the packing changed when the run was resumed.
-        attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
-            measurement. "setup" is the GPU and software of the measurement. None without a measurement.
+        base_fingerprint: digest of the base weights of a LoRA run, including `model.merge_loras`; None for a full finetune and
+            for random base weights.
+        data_start: (epoch, step of the run) at which the run began to use its current training data and packing. This is (0, 0)
+            unless the data or the packing changed when the run was resumed.
+        attention: "backend" that `attention.backend=auto` chose after a measurement, and the "setup" (GPU and software) of the
+            measurement. None without a measurement.
         objective: name and version of the run's objective. Its state is in `OBJECTIVE_FILE`.
-        bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`).
+        bad_steps: see `BadSteps.state`.
     """
 
     step: Count
@@ -124,7 +120,7 @@ class TrainState:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the model has two experts (DiTs for high and low noise). The run may train only one expert."""
+        """Return whether the model has two experts. The run may train only one."""
         return self.recipe["model"]["experts"] is not None or len(self.parts) == 2
 
     @property
@@ -134,21 +130,15 @@ class TrainState:
         return None if section is None else LoraConfig.model_validate(section)
 
     def has_average(self, part: str) -> bool:
-        """Return whether the checkpoint contains the moving average of the DiT `part`, such as "transformer"."""
         return f"{part}/{average_file(0)}" in self.files
 
     def to_json(self) -> dict[str, Any]:
-        """Return the training state as a dict for `json.dump`. The entry "hash_of_this_file" is a hash of the other entries."""
+        """Return the training state for `json.dump`. The entry "hash_of_this_file" is a hash of the other entries."""
         values = asdict(self)
         return {**values, "hash_of_this_file": _hash_of(values)}
 
     def write(self, folder: Path, hashes: dict[str, str]) -> None:
-        """Write this state to `wands_state.json`, with the sizes and hashes of the other files in the same folder.
-
-        Args:
-            folder: step folder (folder of one checkpoint), which may still have a temporary name.
-            hashes: maps the name of every other file in the folder to its hash.
-        """
+        """Write this state to `wands_state.json` of a step folder, with the sizes and hashes of the other files there."""
         files = {name: (folder / name).stat().st_size for name in sorted(hashes)}
         write_text(folder / STATE_FILE, json.dumps(replace(self, files=files, hashes=hashes).to_json()))
 
@@ -157,12 +147,7 @@ _STATE = TypeAdapter(TrainState)
 
 
 class Checkpoint(NamedTuple):
-    """A complete checkpoint of one optimizer step.
-
-    Attributes:
-        folder: folder of the step, such as `checkpoints/step_00000100`.
-        state: contents of the state file `wands_state.json` in this folder.
-    """
+    """A complete checkpoint of one optimizer step: its step folder, and its state."""
 
     folder: Path
     state: TrainState
@@ -172,11 +157,7 @@ class Checkpoint(NamedTuple):
         return FragmentFiles(self.folder / part, "state")
 
     def check_average(self) -> None:
-        """Check that the checkpoint contains the moving average of the weights of every trained DiT.
-
-        Raises:
-            CheckpointError: if the moving average of a DiT is missing.
-        """
+        """Raise a CheckpointError if the moving average of a trained DiT is missing."""
         missing = [part for part in self.state.parts if not self.state.has_average(part)]
         if missing:
             raise CheckpointError(
@@ -189,11 +170,10 @@ class Checkpoint(NamedTuple):
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """Read `wands_state.json` of a checkpoint's folder, and check the size of every file that `wands_state.json` lists.
+    """Read `wands_state.json` of a step folder, and check the size of every file that it lists.
 
     Raises:
-        CheckpointError: if the folder has no `wands_state.json`, this file is damaged, or a listed file is missing or
-            has a different size.
+        CheckpointError: if `wands_state.json` is missing or damaged, or a listed file is missing or has a different size.
     """
     try:
         path = checkpoint / STATE_FILE
@@ -230,15 +210,9 @@ def _hash_of(values: Any) -> str:
 def find_damage(
     checkpoint: Checkpoint, share: tuple[int, int] = (0, 1), names: Collection[str] | None = None
 ) -> str | None:
-    """Compare the files of a checkpoint with the hashes in `wands_state.json`.
+    """Compare the files of a checkpoint with their hashes. Return a message about the first damaged file, or None.
 
-    Args:
-        checkpoint: a checkpoint whose files all have the right size.
-        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-        names: files to compare; None for all files.
-
-    Returns:
-        An error message for the first damaged file that this rank read. None if this rank read no damaged file.
+    `share` is (rank, number of ranks): the ranks divide the files, or those in `names`, and each reads only its part.
 
     Raises:
         DiskError: if the file system does not read a file.
@@ -255,18 +229,14 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Find a usable checkpoint, and read its state.
 
-    A checkpoint is usable if all of its files have the sizes (and, with `verify`, the hashes) in `wands_state.json`, and its
-    step folder (folder of one checkpoint) is not in `damaged`.
-
-    In a run folder or its folder `checkpoints`, the file `latest` names the checkpoint to return. If `latest` names no usable
-    checkpoint, the function logs a warning and returns the newest usable checkpoint. If a run was killed just before it
-    replaced `latest`, a file `next` names a newer checkpoint, which is returned.
+    A checkpoint is usable if all of its files have the sizes (with `verify`, also the hashes) in `wands_state.json`, and its step
+    folder is not in `damaged`. Without `verify`, only the hash of `epoch.json` is compared, because a resumed run reads it first.
+    The file `latest` of a run names the checkpoint to return, or the file `next`, if the run was killed just before it replaced
+    `latest`. If they name no usable checkpoint, the newest usable one is returned, with a warning.
 
     Args:
-        where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
-            of a run.
-        verify: whether to compare the hash of every file, in addition to the size. Without it, only the hash of `epoch.json` is
-            compared, because a resumed run reads this file first.
+        where: a step folder, a file that names one (`best` or `latest`), a run folder, or the folder `checkpoints` of a run.
+        verify: whether to compare the hash of every file.
         damaged: maps each step folder that is known to be damaged to an error message.
 
     Raises:
@@ -314,7 +284,7 @@ _Place = (
 
 @dataclass(frozen=True)
 class _Header:
-    """Types of the JSON object in a file of fragments. The object may have further entries."""
+    """Types of the JSON object in a file of fragments, which may have further entries."""
 
     fragments: dict[Text, _Place]
     frozen: dict[Text, _Place] = field(default_factory=dict)
@@ -324,18 +294,16 @@ _HEADER = TypeAdapter(_Header)
 
 
 class FragmentFiles:
-    """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
-
-    Any slice of a flattened parameter can be read, even if it is spread over several fragments.
+    """Files with the fragments of a DiT. Any range can be read, even if it is spread over several fragments.
 
     Args:
         folder: DiT folder of a checkpoint.
-        kind: "state" for the weights and the optimizer state, "ema" for the moving average of the weights. The files are named
-            `state_rank_*` or `ema_rank_*`. Their metadata contains a JSON object under the key "wands_state" or "wands_ema".
+        kind: "state" for the weights and the optimizer state (`state_rank_*`), "ema" for the moving average (`ema_rank_*`). The
+            metadata has a JSON object under the key "wands_state" or "wands_ema".
 
     Attributes:
-        headers: maps the path of each file to its JSON object. In this object, the entries "fragments" (trained parameters)
-            and "frozen" (frozen parameters) map a parameter name to the place of the fragment, see `Range.of_place`.
+        headers: JSON object of each file, by path. Its "fragments" (trained parameters) and "frozen" (frozen parameters) map a
+            parameter name to the place of the fragment, see `Range.of_place`.
         dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
@@ -371,15 +339,10 @@ class FragmentFiles:
             )
 
     def join(self, section: str, suffix: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
-        """Build whole parameters from the fragments (slices of flattened parameters) that the ranks wrote.
+        """Return whole parameters as fp32 CPU tensors, joined from the fragments that the ranks wrote.
 
-        Args:
-            section: parameters to build: "fragments" for the trained parameters, "frozen" for the frozen parameters.
-            suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
-            excluded: names of parameters to leave out.
-
-        Returns:
-            A dict that maps the name of each parameter to an fp32 CPU tensor.
+        `section` is "fragments" for the trained parameters, "frozen" for the frozen ones. `suffix` follows the parameter's name
+        in the names of the stored tensors, such as "/master".
 
         Raises:
             CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
@@ -399,10 +362,7 @@ class FragmentFiles:
 
     @torch.no_grad()
     def read(self, wanted: Mapping[str, tuple[Range, Tensor]]) -> None:
-        """Read ranges of stored tensors into given tensors. Only one file is open at a time.
-
-        Args:
-            wanted: maps the name of a stored tensor to (range of the whole tensor, flat tensor to fill with this range).
+        """Read ranges of stored tensors into flat tensors: (range, target) by tensor name. Only one file is open at a time.
 
         Raises:
             CheckpointError: if a file cannot be read, or the files lack a requested value.
@@ -427,10 +387,7 @@ class FragmentFiles:
         )
 
     def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
-        """From the file `path`, read each tensor whose name starts with `prefix`.
-
-        Return a dict that maps the name without the prefix to the tensor.
-        """
+        """Return the tensors of a file whose names start with `prefix`, by the rest of the name."""
         with open_safetensors(path, self._where) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, not a dict
             return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}
@@ -438,16 +395,10 @@ class FragmentFiles:
     def read_overlapping(
         self, ranges: Mapping[str, tuple[int, int]]
     ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
-        """Read the optimizer state of stored fragments (slices of flattened parameters) that overlap with given ranges.
+        """Read the optimizer state of stored fragments that overlap with ranges (first index, end) of flattened parameters.
 
-        Args:
-            ranges: maps the name of a parameter to a range (index of the first value, index after the last value) in the
-                flattened parameter.
-
-        Returns:
-            A dict that maps the name of a parameter to a list with one pair (start, tensors) for each overlapping fragment.
-            start is the index of the fragment's first value. tensors maps the name of an optimizer state, such as "exp_avg",
-            to the state's tensor for the whole fragment.
+        Return for each parameter a list of (index of the fragment's first value, tensors of the whole fragment by the name of the
+        state, such as "exp_avg").
         """
         found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
         for path, header in self.headers.items():
@@ -467,21 +418,13 @@ class FragmentFiles:
 
 
 def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, Tensor]:
-    """Read the fp32 weights of a trained DiT from a checkpoint, and join the ZeRO partitions that the ranks wrote.
+    """Read the fp32 CPU weights of a trained DiT from a step folder, or from the newest complete checkpoint of a run folder.
 
-    Args:
-        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
-        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
-        ema: whether to read the moving average of the trained weights instead of their last values. Frozen weights have
-            no average and keep their values.
-
-    Returns:
-        For a full finetune, a dict that maps diffusers parameter names to fp32 CPU tensors. For a LoRA run, a dict that
-        maps PEFT's parameter names to the fp32 CPU tensors of the LoRA.
+    The names are those of diffusers for a full finetune; for a LoRA run, PEFT's, with only the LoRA. `part` is one of
+    `TrainState.parts`. With `ema`, trained weights have their moving average, and frozen weights keep their values.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
-            average.
+        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving average.
     """
     checkpoint = find_checkpoint(where)
     average: dict[str, Tensor] = {}
@@ -493,19 +436,10 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
 
 
 def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, LoraPair]:
-    """Read the LoRA of one DiT from a checkpoint of a LoRA run.
-
-    Args:
-        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
-        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
-        ema: whether to read the moving average of the LoRA instead of its last values.
-
-    Returns:
-        A dict that maps the name of each adapted module to its pair of LoRA matrices.
+    """Read the pair of LoRA matrices of each adapted module of a DiT. The arguments are those of `load_exported_state`.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
-            average.
+        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving average.
     """
     lora = find_checkpoint(where).state.lora
     assert lora is not None, f"{where} belongs to a run without LoRA"
@@ -519,24 +453,15 @@ def load_full_weights(
     ema: bool = False,
     base_key: str = "--base",
 ) -> dict[str, Tensor]:
-    """Read all weights of a trained DiT.
+    """Return all weights of a trained DiT by their diffusers names, as fp32 CPU tensors.
 
-    For a full finetune, these are the weights of the checkpoint. For a LoRA run, these are the weights of the base
-    model with the trained LoRA and the LoRAs in `model.merge_loras` merged in.
-
-    Args:
-        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
-        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
-        base: base model of a LoRA run; None means the `model.path` of the run.
-        ema: whether to read the moving average of the trained weights instead of their last values.
-        base_key: option with which the user chose `base`, for error messages.
-
-    Returns:
-        A dict that maps diffusers parameter names to fp32 CPU tensors.
+    For a LoRA run, these are the weights of the base model with the trained LoRA and those of `model.merge_loras` merged in.
+    `base` is its base model (None for the `model.path` of the run), which the user chose with the option `base_key`. The other
+    arguments are those of `load_exported_state`.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, the base model is damaged, or `ema` is set and the
-            checkpoint contains no moving average.
+        CheckpointError: if there is no complete checkpoint, the base model is damaged, or `ema` is set and the checkpoint
+            contains no moving average.
         ConfigError: if the base model does not exist, or a LoRA does not fit the base model.
     """
     state = find_checkpoint(where).state
@@ -560,25 +485,15 @@ def load_full_weights(
 
 
 def average_file(rank: int) -> str:
-    """Return the name of the file in which a rank stores its part of the moving average of the weights."""
     return f"ema_rank_{rank:05d}.safetensors"
 
 
 def state_file(rank: int) -> str:
-    """Return the name of the file in which a rank stores its part of the weights and of the optimizer's state."""
     return f"state_rank_{rank:05d}.safetensors"
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:
-    """Read the moving average of a DiT's weights, and join the fragments (slices) that the ranks wrote.
-
-    Only one file is open at a time.
-
-    Args:
-        folder: DiT folder of a checkpoint that contains a moving average.
-
-    Returns:
-        A dict that maps the name of each trained parameter to its average, an fp32 CPU tensor.
+    """Return the moving average of each trained parameter from a DiT folder, as fp32 CPU tensors. One file is open at a time.
 
     Raises:
         CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.

@@ -1,7 +1,7 @@
 """Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 master weights.
 
-A fragment is a range of values of a flattened parameter. Each rank averages its own fragments, in fp32. At ZeRO stage 0,
-every rank has all weights, but each rank averages only its own range of every parameter.
+Each rank averages its own fragments, in fp32. At ZeRO stage 0, where every rank has all weights, each takes a range of every
+parameter.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from wands.texts import Log
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
-    """Return the decay for an update of the moving average, `num_steps` optimizer steps after the average started.
-
-    With `ema.warmup=true` in the recipe, the decay is below `ema.decay` in the first steps.
+    """Return the decay of the update `num_steps` optimizer steps after the average started; below `ema.decay` in the warm-up.
 
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """
@@ -33,13 +31,7 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
 
 
 class WeightAverage:
-    """Moving average of the trained parameters of one engine. The average starts with the current weights.
-
-    Args:
-        engine: DeepSpeed engine of any ZeRO stage.
-        section: `ema` section of the recipe.
-        step: number of optimizer steps that the run has made.
-    """
+    """Moving average of the trained parameters of one engine of any ZeRO stage. It starts with the weights at `step`."""
 
     def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
         self.section = section
@@ -58,15 +50,14 @@ class WeightAverage:
 
     @property
     def decay(self) -> float:
-        """Decay of the moving average in its last update. During the warm-up, this decay is lower than `ema.decay`."""
+        """Decay of the last update."""
         return decay_after(self.section, self._last - self._first)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the moving average after an optimizer step that was not skipped. Only every `ema.every`-th call has an effect.
+        """Update the average after an optimizer step that was not skipped. Only every `ema.every`-th call has an effect.
 
-        The formula is average += (1 - decay ** n) * (weights - average), where n is the number of steps since the last
-        update.
+        average += (1 - decay ** n) * (weights - average), where n is the number of steps since the last update.
         """
         self._step += 1
         if self._step % self.section.every:
@@ -84,13 +75,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def exchange(self, engine: Any) -> None:
-        """Swap the weights of the model with the moving average. A second call swaps them back, bit for bit.
-
-        Every rank must call this method.
-
-        Args:
-            engine: the engine from which this average was built.
-        """
+        """Swap the weights of the engine and the average; a second call swaps them back, bit for bit. Every rank must call it."""
         for fragment, average in self._pairs:
             master = fragment.read()
             weights = master.clone()  # the copies run in the order of the stream
@@ -108,7 +93,7 @@ class WeightAverage:
                 dist.all_reduce(bits, group=group)
 
     def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
-        """Return this rank's part of the moving average as (tensors, metadata) of a Safetensors file."""
+        """Return this rank's part of the average as (tensors, metadata) of a Safetensors file."""
         if self._crosses:
             torch.cuda.synchronize()  # the last copy to the host may not have finished
         pairs = [(fragment, average) for fragment, average in self._pairs if not fragment.is_copy]
@@ -118,10 +103,7 @@ class WeightAverage:
         return tensors, {"wands_ema": json.dumps(header)}
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's part of the moving average from a checkpoint. Any number of ranks may have written the checkpoint.
-
-        Args:
-            folder: subfolder of the DiT in the checkpoint.
+        """Restore this rank's part of the average from a DiT folder, which any number of ranks may have written.
 
         Raises:
             CheckpointError: if the files in the folder do not contain the whole moving average.
@@ -137,20 +119,10 @@ class WeightAverage:
 def build_averages(
     section: EmaConfig | None, checkpoint: Checkpoint | None, engines: Mapping[str, Any], log: Log
 ) -> dict[str, WeightAverage]:
-    """Build the moving average of each trained DiT.
+    """Return the moving average of each trained DiT; {} without an `ema` section.
 
-    If the run resumes from a checkpoint with averages, restore these averages. Otherwise the averages start with the
-    current weights.
-
-    Args:
-        section: `ema` section of the recipe.
-        checkpoint: checkpoint that the run resumes from.
-        engines: maps the subfolder of each trained DiT to its DeepSpeed engine. The checkpoint's weights are already
-            loaded.
-        log: function that prints a line for the user.
-
-    Returns:
-        A dict that maps the subfolder of each trained DiT to its average; {} if the recipe has no `ema` section.
+    The averages are restored from `checkpoint` if it has some, and start with the current weights otherwise. The engines must
+    already have the checkpoint's weights.
     """
     saved = checkpoint is not None and any(checkpoint.state.has_average(part) for part in engines)
     if section is None:
@@ -168,10 +140,7 @@ def build_averages(
 
 
 def own_fragments(engine: Any) -> list[Fragment]:
-    """Return the fragments (ranges of flattened trained parameters) whose moving average this rank computes.
-
-    At ZeRO-0, every rank has all weights. There each rank averages an equal share of each parameter.
-    """
+    """Return the fragments whose moving average this rank computes; at ZeRO-0, an equal share of each parameter."""
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():
         return fragments
@@ -180,15 +149,7 @@ def own_fragments(engine: Any) -> list[Fragment]:
 
 
 def _own_share(fragment: Fragment, group: dist.ProcessGroup) -> Fragment:
-    """Return the part of a parameter whose moving average (EMA) this rank computes at ZeRO-0 (nothing is partitioned).
-
-    At ZeRO-0, every rank has all values of every parameter, so the ranks share the work of the moving average. Each rank
-    computes the average for one range of the flattened parameter.
-
-    Args:
-        fragment: this rank's part of the parameter, flattened: the whole parameter without tensor parallelism.
-        group: ranks that have the same part.
-    """
+    """Return this rank's share of a fragment that all ranks of `group` have."""
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     numel = fragment.numel

@@ -1,20 +1,16 @@
 """State of a DeepSpeed engine as named tensors and plain values, so that a checkpoint contains no pickle.
 
-A fragment is a range of values of a flattened trained parameter. Each rank stores the fp32 master weights and the optimizer
-states of the fragments that the rank owns. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO
-stage, the stored fragments cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number
-of ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores the state.
+A fragment is a range of values of a flattened parameter. Each rank stores the fp32 master weights and the optimizer states of its
+fragments, under names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage, the stored fragments cover each
+parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number of ranks. At ZeRO-0, only rank 0 stores
+the state.
 
-With tensor parallelism, the fragments of a divided parameter are ranges of this rank's part of it, but they are stored with
-their place in the whole parameter (see `wands.checkpoint.ranges`). Parameters that are not divided are equal on the ranks of a
-tensor-parallel group, and stored by the first of them.
+With tensor parallelism, the fragments of a divided parameter are stored with their place in the whole parameter (see
+`wands.checkpoint.ranges`). The first rank of a tensor-parallel group stores the parameters that are not divided.
 
-A flat tensor is a tensor that the optimizer updates. At ZeRO-0, each flat tensor is one parameter. At other stages, each flat
-tensor contains a rank's fragments of many parameters.
-
-Optimizer states with a value for each weight belong to fragments. The scales of 8-bit AdamW, which have a value for each block
-of weights, also belong to fragments: "blocks.0.attn1.to_q.weight/absmax1". Other states, such as a step count, belong to flat
-tensors.
+A flat tensor is a tensor that the optimizer updates: one parameter at ZeRO-0, a rank's fragments of many parameters at other
+stages. Optimizer states with a value for each weight, and the block scales of 8-bit AdamW, belong to fragments; others, such as a
+step count, to flat tensors.
 """
 
 from __future__ import annotations
@@ -44,19 +40,13 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 class Fragment(NamedTuple):
     """Range of a flattened parameter that this rank owns.
 
-    A flat tensor is a tensor that the optimizer updates. At ZeRO-1 to 3, a flat tensor contains ranges of many parameters.
-
     Attributes:
-        name: name of the parameter.
-        start: index of the first value of the range in the flattened parameter, or in the flattened `columns`.
-        numel: number of values of the range.
+        start: index of the first value in the flattened parameter, or in the flattened `columns`.
         shape: shape of the whole parameter.
-        tensor: tensor that contains the range. For a trained parameter, this is a flat tensor. For a frozen parameter, it is
-            the tensor of the parameter's values on this rank.
+        tensor: tensor that contains the range: a flat tensor, or the values of a frozen parameter on this rank.
         offset: index of the first value of the range in `tensor`.
-        flat: index of the flat tensor in the order of the optimizer's parameters. For a frozen parameter, the index is 0 and
-            has no meaning.
-        columns: columns of the parameter that this rank has (first, end) if they are not all; see `wands.checkpoint.ranges`.
+        flat: index of the flat tensor in the order of the optimizer's parameters. It is 0 for a frozen parameter.
+        columns: columns (first, end) of the parameter that this rank has, if not all.
         is_copy: whether the first rank of this rank's tensor-parallel group has the same values, and stores them.
     """
 
@@ -77,7 +67,7 @@ class Fragment(NamedTuple):
 
     @property
     def place(self) -> list[Any]:
-        """Place of the values as a checkpoint stores it: [start, shape, flat], or [start, shape, flat, columns]."""
+        """Place of the values in a checkpoint: [start, shape, flat], or [start, shape, flat, columns]."""
         return [self.start, self.shape, self.flat, *([] if self.columns is None else [list(self.columns)])]
 
     @property
@@ -86,15 +76,12 @@ class Fragment(NamedTuple):
         return [self.start, self.shape] if self.columns is None else self._replace(flat=0).place
 
     def read(self) -> Tensor:
-        """Return the current values of this range of a flattened parameter: a 1-D view, not a copy."""
+        """Return the current values as a 1-D view."""
         return cut_flat(self.tensor, self)
 
 
 def trained_fragments(engine: Any) -> list[Fragment]:
-    """Return this rank's fragments (ranges of the flattened trained parameters), without empty fragments.
-
-    `Fragment.read` returns the current fp32 master weights of the fragment.
-    """
+    """Return this rank's fragments of the trained parameters, without empty ones. Reading one gives its fp32 master weights."""
     with _base_optimizer(engine) as base:
         order = {id(flat): number for number, flat in enumerate(_flats(base))}
         named = engine.module.named_parameters()
@@ -107,15 +94,10 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 
-    With `weights_only`, the states of the optimizer, such as its momentum, are left out. A flat tensor is a tensor that the
-    optimizer updates. The JSON object has these keys:
+    With `weights_only`, the states of the optimizer, such as its momentum, are left out. The JSON object has these keys:
 
-    - "fragments": maps the name of each trained parameter to a list [start, shape, number]. The dict contains the parameters
-      of which this rank stores a range (values of the flattened parameter). `start` is the index of the range's first value.
-      `shape` is the shape of the whole parameter. `number` is the index of the flat tensor that contains the range. If the
-      range belongs to some of the parameter's columns, the list has a fourth entry [first column, end].
-    - "frozen": a dict like "fragments", for frozen parameters. Each `number` is 0 and has no meaning. In a LoRA run, the
-      dict is empty.
+    - "fragments": `Fragment.place` of each trained parameter of which this rank stores a range.
+    - "frozen": the same for frozen parameters; empty in a LoRA run.
     - "flat_sizes": number of values of each flat tensor.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
     - "counters": numbers of steps and samples that DeepSpeed counts.
@@ -139,16 +121,7 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
 def _state_tensors(
     fragments: Sequence[Fragment], frozen: Sequence[Fragment], flats: Sequence[Tensor], optimizer: Any
 ) -> tuple[list[LazyTensor], dict[str, Any]]:
-    """Return (tensors, JSON object) with the state of an engine on this rank.
-
-    The JSON object has the keys that `engine_tensors` explains, except "scheduler" and "counters".
-
-    Args:
-        fragments: this rank's fragments (ranges) of the flattened trained parameters.
-        frozen: this rank's fragments of the flattened frozen parameters.
-        flats: tensors that the optimizer updates, in the optimizer's order. Above ZeRO-0, each contains many parameters.
-        optimizer: state dict of the torch optimizer.
-    """
+    """Return the tensors and the JSON object of `engine_tensors`, the latter without "scheduler" and "counters"."""
     tensors = [LazyTensor.of(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
     plain: dict[str, dict[str, Any]] = {}
     for number, nested in optimizer["state"].items():
@@ -179,21 +152,15 @@ def _places(fragments: Iterable[Fragment]) -> dict[str, list[Any]]:
 
 @torch.no_grad()
 def load_engine(engine: Any, files: FragmentFiles) -> None:
-    """Restore the state of an engine from a checkpoint. Every rank must call this function.
+    """Restore the state of a new engine from the `state_rank_*` files of its DiT. Every rank must call this function.
 
-    Each rank reads the ranges of parameters that it owns now. The checkpoint may come from another number of ranks or
-    another ZeRO stage. If neither has changed, every bit is restored.
-
-    The settings of the optimizer, such as the learning rate and the weight decay, come from the current recipe and DeepSpeed
-    JSON, not from the checkpoint.
-
-    Args:
-        engine: new engine.
-        files: the `state_rank_*` files of the DiT.
+    Each rank reads the ranges that it owns now. The number of ranks and the ZeRO stage may have changed; if they have not, every
+    bit is restored. The settings of the optimizer, such as learning rate and weight decay, come from the current recipe and
+    DeepSpeed JSON.
 
     Raises:
-        CheckpointError: if a file cannot be read, if a value is missing in the files, or if an optimizer state cannot be
-            divided among another number of ranks or for another ZeRO stage.
+        CheckpointError: if a file cannot be read, if a value is missing in the files, or if an optimizer state cannot be divided
+            among another number of ranks or for another ZeRO stage.
     """
     fragments = trained_fragments(engine)
     header = next(iter(files.headers.values()))
@@ -221,11 +188,7 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
 
 @torch.no_grad()
 def refresh_weights(engine: Any) -> None:
-    """Copy the fp32 master weights to the weights of the model. Every rank must call this function.
-
-    This copy is needed if the master weights were changed outside an optimizer step. At ZeRO-0 the function does nothing,
-    because ZeRO-0 has no separate master weights.
-    """
+    """Copy master weights that were changed outside a step to the model. Every rank must call it. ZeRO-0 has none to copy."""
     optimizer = engine.optimizer
     stage = engine.zero_optimization_stage()
     if stage == 3:
@@ -240,18 +203,7 @@ def refresh_weights(engine: Any) -> None:
 def _optimizer_state(
     engine: Any, base: Any, fragments: Sequence[Fragment], files: FragmentFiles
 ) -> dict[int, dict[str, Any]]:
-    """Read the optimizer states of this rank from a checkpoint.
-
-    Args:
-        engine: the engine.
-        base: the torch optimizer inside the engine's ZeRO optimizer.
-        fragments: all fragments (ranges of flattened parameters) of this rank.
-        files: files of the checkpoint.
-
-    Returns:
-        A dict from the index of each tensor that the optimizer updates to the states of this tensor. It is the value of the
-        key "state" in the optimizer's state dict.
-    """
+    """Read the value of the key "state" in this rank's state dict of the optimizer from a checkpoint."""
     flats = _flats(base)
     state = dict[int, dict[str, Any]]()
     layout = _places(fragments), [flat.numel() for flat in flats]
@@ -293,20 +245,10 @@ def _optimizer_state(
 
 
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
-    """Find the parameters whose whole momentum DeepSpeed stores on this rank.
+    """Return the fragments in each flat tensor that Muon updates, in the order in which DeepSpeed stores their momentum.
 
-    At ZeRO-1 and 2 without CPU offload, a rank that owns a part of a parameter stores the momentum of the whole parameter if
-    Muon updates this parameter.
-
-    Args:
-        engine: DeepSpeed engine.
-        base: the torch optimizer inside the engine.
-        fragments: this rank's fragments (ranges of flattened parameters).
-
-    Returns:
-        A dict that maps the index of each tensor that Muon updates to the fragments in this tensor. The fragments are in the
-        order in which DeepSpeed stores their momentum. The dict is empty at ZeRO-0 and 3, with CPU offload, or without
-        Muon.
+    At ZeRO-1 and 2 without CPU offload, a rank that owns a part of such a parameter stores the momentum of the whole parameter.
+    In all other cases, the result is empty.
     """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
@@ -319,18 +261,7 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
 
 def _flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
-    """Cut Muon's momentum to the fragments (ranges of flattened parameters) that this rank owns.
-
-    At ZeRO-1 and 2, a rank that owns a fragment of a parameter stores the momentum of the whole parameter.
-
-    Args:
-        values: optimizer states of a flat tensor (a tensor that the optimizer updates).
-        own: this rank's fragments in the flat tensor, in the order of their offsets.
-        flat: the flat tensor.
-
-    Returns:
-        A copy of `values` in which the momentum has the shape of the flat tensor.
-    """
+    """Return optimizer states with Muon's momentum cut to this rank's fragments `own`, in the order of their offsets."""
     momentum = torch.zeros(flat.shape, dtype=values[MOMENTUM].dtype)
     for fragment, whole in zip(own, values[MOMENTUM].split([math.prod(f.shape) for f in own]), strict=True):
         target = cut_flat(momentum, fragment)
@@ -339,20 +270,13 @@ def _flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Ten
 
 
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
-    """Read from a checkpoint the optimizer states that belong to a whole flat tensor, such as a step count.
+    """Read the optimizer states that belong to a whole flat tensor, such as a step count, from a checkpoint.
 
-    A flat tensor is a tensor that the optimizer updates. The run that wrote the checkpoint may have divided the parameters into
-    other flat tensors. The result contains the states of the checkpoint's flat tensor that contains the first value of
-    `fragment`.
-
-    Args:
-        fragment: range of a flattened parameter that this rank owns.
-        layout: values of the keys ("fragments", "flat_sizes") that `engine_tensors` returns for this rank now.
-        files: files of the checkpoint.
+    They are taken from the checkpoint's flat tensor that contains the first value of `fragment`. `layout` is (fragments, flat
+    sizes) of `engine_tensors` on this rank now.
 
     Raises:
-        CheckpointError: if the checkpoint's flat tensors differ from `layout`, and a state is a tensor with several values.
-            wands cannot divide this state for other flat tensors.
+        CheckpointError: if the checkpoint has other flat tensors, and a state is a tensor with several values.
     """
     holders = [
         (Range.of_place(header["fragments"][fragment.name]), path)
@@ -385,10 +309,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 @contextmanager
 def _base_optimizer(engine: Any) -> Iterator[Any]:
-    """Context manager that yields the torch optimizer inside the engine's ZeRO optimizer.
-
-    At ZeRO-3, the torch optimizer has parameters only in the `with` block.
-    """
+    """Yield the torch optimizer inside the ZeRO optimizer. At ZeRO-3, it has parameters only in the `with` block."""
     optimizer = engine.optimizer
     in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if in_update:
@@ -405,9 +326,9 @@ def _flats(base: Any) -> list[Tensor]:
 
 
 def _without_nesting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer states of a flat tensor as one dict without nested dicts.
+    """Return optimizer states with the nested dicts of parameters flattened, to keys such as "blocks.0.attn1.to_q.weight/state1".
 
-    A nested dict contains the states of one parameter. They get keys such as "blocks.0.attn1.to_q.weight/state1".
+    The nested dicts come from 8-bit AdamW.
     """
     result: dict[str, Any] = {}
     for key, value in values.items():
@@ -419,12 +340,7 @@ def _without_nesting(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
-    """Return a view of the values in `flat` that belong to one parameter.
-
-    Args:
-        flat: a tensor that contains values of one or more flattened parameters, or the gradient of this tensor.
-        fragment: place of the parameter's values in the tensor: the index of the first value, and the number of values.
-    """
+    """Return a view of a fragment's values in a flat tensor or in its gradient."""
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 
 
@@ -495,21 +411,13 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
 
 
 def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
-    """Return (index of the first value, number of values) of this rank's part of a flattened parameter, without padding.
-
-    Args:
-        parameter: a parameter that ZeRO-3 has partitioned.
-        partition: number of values of each rank's part, with padding.
-    """
+    """Return (first index, length) of this rank's part of a parameter that ZeRO-3 has partitioned, without padding."""
     start = partition * dist.get_rank(parameter.ds_process_group)
     return start, max(min(partition, parameter.ds_numel - start), 0)
 
 
 def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
-    """Yield the fragments (ranges) of frozen parameters that this rank stores in a checkpoint.
-
-    A LoRA run yields nothing, because its checkpoints do not contain the base weights.
-    """
+    """Yield the fragments of frozen parameters that this rank stores; none in a LoRA run, which stores no base weights."""
     if any(".lora_A." in name for name, _ in engine.module.named_parameters()):
         return
     for name, parameter in engine.module.named_parameters():

@@ -1,10 +1,8 @@
-"""Read the plan of an epoch (the samples of each step and packed sequence) from a file, instead of planning the epoch.
+"""Read the plan of an epoch from a file, instead of planning the epoch.
 
-`wands pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`.
-A resumed run uses `epoch.json` in two cases: clips were added or removed since the checkpoint, or this version of wands
-plans the epoch in another way than the version that wrote the checkpoint. In both cases, the run finishes the epoch with
-the plan in `epoch.json`, without the removed clips. The run plans the next epoch without a file. The noise of a clip depends
-only on the clip and the epoch, so the noise of unchanged clips stays the same.
+`wands pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`. If clips were
+added or removed since, or this version of wands plans the epoch in another way, a resumed run finishes the epoch with that plan,
+without the removed clips. The noise of unchanged clips stays the same, because it depends only on the clip and the epoch.
 """
 
 from __future__ import annotations
@@ -28,23 +26,17 @@ from wands.errors import CheckpointError, ConfigError, one_line
 from wands.values import Count, Text, check_values
 
 FORMAT = "wands-plan-1"
-"""Name of the format of plan files, stored in their first line. A format with other keys gets another number at the end."""
+"""Format of plan files, stored in their first line. A format with other keys gets another number at the end."""
 
 
 def follow_plan(sampler: PlanSampler, path: Path, fingerprint: str) -> PlanSampler:
-    """Return a sampler that takes the bins of one epoch from a plan file.
+    """Return a sampler that takes the bins of one epoch from a plan file of `wands pack`, and plans the other epochs.
 
-    The file contains the number of the epoch. The other epochs are planned without the file. A user may edit the key
-    `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number of steps, and the
-    number of bins in each step must stay the same.
-
-    Args:
-        sampler: sampler of the run.
-        path: file that `wands pack` wrote.
-        fingerprint: `DataIdentity.fingerprint` of the training data.
+    A user may edit the key `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number
+    of steps, and the number of bins in each step must stay the same.
 
     Raises:
-        ConfigError: if the file cannot be read, or does not fit the data or the recipe.
+        ConfigError: if the file cannot be read, or does not fit the data (its `fingerprint`) or the recipe.
     """
     fix = "write the file again with wands pack --out and this recipe"
     try:
@@ -71,18 +63,11 @@ def follow_plan(sampler: PlanSampler, path: Path, fingerprint: str) -> PlanSampl
 
 
 def epoch_values(keys: Sequence[str], checksums: np.ndarray, plan: StepPlan) -> dict[str, Any]:
-    """Return the contents of `epoch.json`: the plan of an epoch, with the key and checksum of each sample.
+    """Return the contents of `epoch.json`: the plan of an epoch, with the key and CRC-32 of each sample.
 
-    Args:
-        keys: sample id of every row of the training data.
-        checksums: CRC-32 of every row.
-        plan: plan of any step of the epoch.
-
-    Returns:
-        A dict with the keys "epoch", "first_step" (the epoch's first step, counted from 0 over the whole run), "totals"
-        (numbers of samples and tokens), "steps" and "unused" (sorted keys of the samples that the epoch does not use).
-        A step is a list of bins. A bin (packed sequence) is a list of (key of the sample, number of its
-        earlier uses in the epoch, CRC-32 of its contents).
+    The keys are "epoch", "first_step" (counted from 0 over the whole run), "totals" (numbers of samples and tokens), "steps" and
+    "unused" (sorted keys of the samples that the epoch does not use). A step is a list of bins, a bin a list of (key of the
+    sample, repeat, CRC-32). `plan` may be of any step of the epoch.
     """
     steps = plan.epoch_plan.steps
     used = {keys[i] for i in chain.from_iterable(chain.from_iterable(steps))}
@@ -100,8 +85,6 @@ def epoch_values(keys: Sequence[str], checksums: np.ndarray, plan: StepPlan) -> 
 
 @dataclass(frozen=True)
 class _Epoch:
-    """Types of the values in `epoch.json`, see `epoch_values`."""
-
     epoch: Count
     first_step: Count
     totals: tuple[Count, Count]
@@ -134,18 +117,8 @@ def follow_data(
 ) -> tuple[PlanSampler, str | None]:
     """Let a resumed run finish its epoch with the plan in the checkpoint, if the data or the planning has changed.
 
-    Removed clips are left out at once. Added clips are used from the next epoch on. If this version of wands packs clips
-    differently from the version that wrote the checkpoint, the new packing also begins with the next epoch.
-
-    Args:
-        sampler: sampler whose steps are planned for the data as it is now.
-        data: training data.
-        checkpoint: checkpoint that the run resumes from.
-        fingerprint: `DataIdentity.fingerprint` of the training data.
-
-    Returns:
-        (sampler with the checkpoint's plan for the current epoch, text that says what has changed). The text is None if
-        neither the data nor the planning has changed; the steps are then those of `sampler`.
+    Removed clips are left out at once; added clips and a new way of packing begin with the next epoch. Return the sampler, and a
+    text about the change. Without a change, these are `sampler` and None.
 
     Raises:
         CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.

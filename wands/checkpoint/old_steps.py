@@ -1,7 +1,7 @@
-"""Delete old checkpoints, and the files of saves that were killed. Only folders that wands wrote are deleted.
+"""Delete old checkpoints, and the files of saves that were killed.
 
-The folder `checkpoints` of a stranger's run may be a link, and a user may keep other folders next to the checkpoints. Nothing
-is deleted through a link, and nothing that is no checkpoint of wands.
+The folder `checkpoints` may be a link, and a user may keep other folders next to the checkpoints. Nothing is deleted through a
+link, and nothing that is no checkpoint of wands.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wands.errors import one_line
 _log = logging.getLogger(__name__)
 
 PUSH_MARK = "push_is_pending"
-"""Name of an empty file. It marks the folder of a checkpoint that must be pushed to the Hub."""
+"""Empty file in the folder of a checkpoint that must be pushed to the Hub."""
 
 _OWN_FILE = re.compile(
     rf"(?:\w+/)?(?:state|ema)_rank_\d+\.safetensors|epoch\.json|objective\.safetensors|\.?wands_state\b[\w.]*|{PUSH_MARK}"
@@ -27,11 +27,7 @@ _OWN_FILE = re.compile(
 
 
 def make_unfinished(folder: Path, step: int) -> Path:
-    """Make the folder for the files of a checkpoint that is not complete yet. Delete those of saves that were killed.
-
-    Args:
-        folder: folder `checkpoints` of the run, which may not exist.
-        step: number of optimizer steps that the run has made.
+    """Make the folder for a checkpoint that is not complete yet. Delete those of saves that were killed.
 
     Raises:
         OSError: if the folder cannot be made.
@@ -59,7 +55,7 @@ def make_room(target: Path) -> None:
 
 
 def set_aside(step_folder: Path) -> None:
-    """Rename a step folder to `*.abandoned`, so that the run can save this step again. Do nothing if there is no folder."""
+    """Rename a step folder, if it exists, to `*.abandoned`, so that the run can save this step again."""
     if step_folder.is_symlink() or step_folder.exists():
         names = (
             step_folder.with_name(f"{step_folder.name}.abandoned{number or ''}")
@@ -69,12 +65,7 @@ def set_aside(step_folder: Path) -> None:
 
 
 def delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
-    """Delete the checkpoints that the section `checkpoint` of the recipe does not keep. A failure is only logged.
-
-    Args:
-        newest: folder of the newest checkpoint.
-        config: `checkpoint` section of the recipe.
-    """
+    """Delete the checkpoints that the section `checkpoint` of the recipe does not keep. A failure is only logged."""
     older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
     if newest.parent.is_symlink() and len(older) == config.keep + 1:
         _log.warning("%s is a link: wands deletes no old checkpoints through it.", newest.parent)

@@ -1,8 +1,7 @@
 """Ranges of whole parameters, in which the ranks store their parts of a checkpoint.
 
-A range is a number of consecutive values of a flattened parameter. With tensor parallelism, a rank may have only some of the
-columns of a matrix. Its range is then a number of consecutive values of these columns, flattened. Any range can be filled from
-any other ranges, so a run can continue with another division of the weights.
+A range is a number of consecutive values of a flattened parameter, or, where a rank has only some columns of a matrix, of these
+columns, flattened. Any range can be filled from any others, so a run can continue with another division of the weights.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ class Range(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Values of a range that fill a rectangle of the whole matrix. Bounds are exclusive at the end.
-
-    Attributes:
-        rows: first row and end.
-        columns: first column and end.
-        offset: index of the first value in the range.
-    """
+    """Values of a range, from `offset` on, that fill a rectangle of the whole matrix. Bounds are exclusive at the end."""
 
     rows: tuple[int, int]
     columns: Columns
@@ -59,18 +52,13 @@ class _Rectangle(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of values."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 def copy_common(wanted: Range, target: Tensor, stored: Range, source: Any) -> int:
     """Copy the values that two ranges of one parameter have in common. Return their number.
 
-    Args:
-        wanted: range of `target`.
-        target: [N], values to fill.
-        stored: range of `source`.
-        source: [M], a tensor or a slice of a Safetensors file, whose parts are read when they are needed.
+    `target` [N] is filled from `source` [M], a tensor or a slice of a Safetensors file, of which only the needed parts are read.
     """
     numel = source.get_shape()[0] if hasattr(source, "get_shape") else len(source)
     if wanted.columns == stored.columns:

@@ -43,24 +43,15 @@ _BASE_KEYS = ("model.init", "model.path", "model.merge_loras")
 def find_resume(
     output_dir: str, resume: str | None, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> Checkpoint | None:
-    """Find the checkpoint that the option `--resume` names.
+    """Return the checkpoint that the option `--resume` names; None for a new run.
 
-    Args:
-        output_dir: the run folder.
-        resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if the run
-            folder has no checkpoint. Otherwise a path of a checkpoint or run folder.
-        damaged: maps the folder of each known damaged checkpoint to an error message. With "auto" or a run folder, these
-            checkpoints are skipped.
-
-    Returns:
-        The checkpoint, or None for a new run.
+    "auto" is the newest checkpoint of the run folder, or a new run without one. In a run folder, checkpoints in `damaged` are
+    skipped.
 
     Raises:
-        ConfigError: if the path does not exist, or is a checkpoint that was renamed to `*.abandoned` when the run resumed
-            from an older step. Also if the run folder contains checkpoints, and `resume` is None or names a checkpoint of
-            another run folder.
-        CheckpointError: if the folder that `resume` names has no complete checkpoint. An empty run folder is no error with
-            "auto".
+        ConfigError: if the path does not exist, or is a checkpoint that was renamed to `*.abandoned`. Also if the run folder
+            contains checkpoints, and `resume` is None or names a checkpoint of another run folder.
+        CheckpointError: if the folder has no complete checkpoint. An empty run folder is no error with "auto".
     """
     folder = Path(output_dir) / "checkpoints"
     has_checkpoints = bool(list_steps(folder))
@@ -93,16 +84,10 @@ def find_resume(
 
 
 def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
-    """Check that a run can resume from a checkpoint.
-
-    Args:
-        saved: state of the checkpoint.
-        current: result of `build_state` for the resumed run. The steps of the two states are not compared.
-        label: start of each error message, such as "--resume runs/default".
+    """Check that a run with the `build_state` result `current` can resume from a checkpoint. The steps are not compared.
 
     Raises:
-        CheckpointError: if the checkpoint has no optimizer states, or if the two states differ in a setting that a resumed run
-            must not change. The message lists every such difference.
+        CheckpointError: if the checkpoint has no optimizer states, or settings differ that must not. `label` begins each message.
     """
     try:
         check_extra(saved.transformer_config, current.transformer_config, "the checkpoint")
@@ -147,12 +132,7 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
 
 
 def list_changes(saved: TrainState, current: TrainState) -> list[str]:
-    """Return the settings that a resumed run changes, as texts such as "optim.lr=0.1 (checkpoint: 0.2)".
-
-    Args:
-        saved: state of the checkpoint.
-        current: result of `build_state` for the resumed run.
-    """
+    """Return the settings that a resumed run changes, as texts such as "optim.lr=0.1 (checkpoint: 0.2)"."""
     changes = differences(current.recipe, saved.recipe)
     changes += differences(current.ds_config, saved.ds_config, "DeepSpeed")
     if current.world_size != saved.world_size:
@@ -174,18 +154,9 @@ def restore(
 ) -> float | None:
     """Load a checkpoint into new engines. Every rank must call this function.
 
-    If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps to `*.abandoned`. The
-    resumed run makes these steps again.
-
-    Args:
-        checkpoint: checkpoint that the run resumes from.
-        output_dir: run folder.
-        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        rank: rank of this process.
-        log: function that prints a line for the user.
-
-    Returns:
-        The learning rate of the next step in the schedule of the checkpoint's run. None if a DeepSpeed JSON sets the schedule.
+    If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps, which the run makes again, to
+    `*.abandoned`. Return the learning rate of the next step in the schedule of the checkpoint's run, or None if a DeepSpeed JSON
+    sets the schedule.
     """
     lr = None
     for part, engine in engines.items():
@@ -218,7 +189,7 @@ def check_objective(checkpoint: Checkpoint, objective: Objective) -> None:
 
 
 def restore_objective(checkpoint: Checkpoint, objective: Objective) -> None:
-    """Load the objective's state from a checkpoint. `check_resumable` has compared the names and versions.
+    """Load the objective's state. `check_resumable` has compared the names and versions.
 
     Raises:
         CheckpointError: if the objective does not accept the state.

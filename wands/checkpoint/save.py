@@ -1,16 +1,14 @@
-"""Save checkpoints, and push them to the Hub. The folder of a saved step is either complete or does not exist.
+"""Save checkpoints, and push them to the Hub. The folder of a saved step is either complete or does not exist. A save has four
+stages:
 
-A save has four stages:
-
-1. A thread of each rank writes the rank's part of the weights and of the optimizer states. The files are in a folder with a
-   temporary name, with a subfolder for each DiT. With `checkpoint.asynchronous`, the rank first copies its part to host
-   memory. The thread then writes the copy while the training continues.
+1. A thread of each rank writes the rank's part to a folder with a temporary name; with `checkpoint.asynchronous`, from a copy in
+   host memory, while the training continues.
 2. Rank 0 writes `wands_state.json`, which contains the size and the hash of every file.
 3. The file `next` is written with the final name of the folder, and the folder gets this name.
 4. The file `next` is renamed to `latest`.
 
-If the process is killed at any moment, the previous checkpoint stays valid. If it is killed between stages 3 and 4, `next`
-shows that the new folder is complete.
+If the process is killed at any moment, the previous checkpoint stays valid. If it is killed between stages 3 and 4, `next` shows
+that the new folder is complete.
 """
 
 from __future__ import annotations
@@ -78,17 +76,8 @@ def build_state(
 ) -> TrainState:
     """Return the training state of a run before its first step, with everything that does not change during the run.
 
-    The checkpoint of a step replaces `step`, `epoch`, `loss`, `bad_steps` and `attention`. `TrainState.write` adds `files` and
-    `hashes`.
-
-    Args:
-        recipe: recipe of the run.
-        ds_config: result of `build_ds_config`.
-        model: model of the run.
-        identity: identity of the training data.
-        objective: objective of the run.
-        world_size: number of ranks.
-        data_start: (epoch, step) from which the run uses its current data and packing.
+    The checkpoint of a step replaces `step`, `epoch`, `loss`, `bad_steps` and `attention`; `TrainState.write` adds `files` and
+    `hashes`. `data_start` is the (epoch, step) from which the run uses its current data and packing.
     """
     base = recipe.model.path
     values = recipe.model_dump(mode="json")
@@ -119,8 +108,6 @@ def build_state(
 
 
 class _PendingSave(NamedTuple):
-    """Checkpoint whose files are being written to a folder with a temporary name."""
-
     state: TrainState
     is_best: bool
     partial: Path
@@ -128,23 +115,10 @@ class _PendingSave(NamedTuple):
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of a run.
+    """Writer of the checkpoints of a run; `saved` is the folder of the last complete one, or None.
 
     With `checkpoint.asynchronous`, `save` copies the state to host memory, and a thread writes the copy while the training
-    continues. A later call of `finish` completes the checkpoint. `finish` waits for the files of all ranks.
-
-    Args:
-        config: `checkpoint` section of the recipe.
-        output_dir: run folder.
-        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        averages: maps the subfolder of each trained DiT to its moving average; empty without `ema`.
-        objective: objective whose state is saved.
-        data: training data, whose plan of the epoch is saved.
-        resumed: checkpoint that the run resumed from.
-        log: function that prints a line for the user.
-
-    Attributes:
-        saved: folder of the last complete checkpoint; None if there is no complete checkpoint.
+    continues. A later call of `finish` waits for the files of all ranks, and completes the checkpoint.
     """
 
     def __init__(
@@ -174,40 +148,39 @@ class CheckpointSaver:
 
     @property
     def is_pending(self) -> bool:
-        """Whether `save` has started a checkpoint that `finish` has not completed. The value is equal on all ranks."""
+        """Whether `save` has started a checkpoint that `finish` has not completed; equal on all ranks."""
         return self._pending is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still writing its files of a checkpoint that it has started to save."""
+        """Whether this rank is still writing its files."""
         return self._pending is not None and not self._pending.work.done()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due: `step` is a multiple of `checkpoint.every`. The result is equal on all ranks."""
+        """Return whether a step is a multiple of `checkpoint.every`."""
         return bool(self._config.every) and step % self._config.every == 0
 
     @property
     def minutes_passed(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last save. The value may differ between the ranks."""
+        """Whether `checkpoint.every_minutes` have passed since the last save; may differ between the ranks."""
         minutes = self._config.every_minutes
         return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
 
     def save(self, state: TrainState, plan: StepPlan, required: bool, is_best: bool = False) -> None:
         """Save a checkpoint. Every rank must call this method.
 
-        With `checkpoint.asynchronous`, the method only starts the save, unless the checkpoint is required.
-
-        If a checkpoint that is not required cannot be saved, log the reason and return, so that the training continues.
+        With `checkpoint.asynchronous`, the method only starts the save, unless the checkpoint is required. A checkpoint that is
+        not required and cannot be saved is logged.
 
         Args:
-            state: training state for `wands_state.json`, without sizes and hashes of the files.
-            plan: packing plan of the last step. It contains the plan of the whole epoch, which is written to `epoch.json`.
-            required: whether the method must complete the checkpoint before it returns. If so, a failure raises an error.
-            is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
+            state: training state, without sizes and hashes of the files.
+            plan: plan of the last step, with that of its epoch for `epoch.json`.
+            required: whether to complete the checkpoint before returning, and to raise failures.
+            is_best: whether the file `best` then names this checkpoint.
 
         Raises:
-            DiskError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
-                does not change.
+            DiskError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint does not
+                change.
             ConfigError: if the host has too little memory for a copy of the state.
         """
         with self._tolerant(state.step, required):
@@ -217,15 +190,10 @@ class CheckpointSaver:
         self._last_save = time.perf_counter()
 
     def finish(self, required: bool = False) -> None:
-        """Complete the checkpoint that `save` started, and delete old checkpoints.
-
-        If `is_pending` is true, every rank must call this method. Otherwise the method must not be called.
-
-        Args:
-            required: whether a failure raises an error. Otherwise the failure is only logged.
+        """Complete the pending checkpoint, and delete old ones. Every rank must call this method, and only if `is_pending`.
 
         Raises:
-            DiskError: if the checkpoint is required and cannot be written.
+            DiskError: if the checkpoint is required and cannot be written. Other failures are only logged.
         """
         assert self._pending is not None
         pending = self._pending
@@ -313,7 +281,7 @@ class CheckpointSaver:
         return target
 
     def close(self) -> None:
-        """Wait until the thread that deletes old checkpoints has finished."""
+        """Wait for the thread that deletes old checkpoints."""
         self._thread.shutdown()
 
 
@@ -328,10 +296,7 @@ def _raise_problem(target: Path, problem: str | None) -> None:
 
 
 def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
-    """Write this rank's files of a checkpoint. Return a dict from file names to hashes.
-
-    If a file cannot be written, return the reason as text.
-    """
+    """Write this rank's files of a checkpoint. Return their hashes by name, or the reason of a failure as a text."""
     hashes = {}
     try:
         for name, tensors, metadata in files:
@@ -349,16 +314,9 @@ def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, 
 
 
 def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
-    """Check that the disk has space for a checkpoint, before anything is written. All ranks raise the same error.
+    """Raise a DiskError on all ranks, before anything is written, if a rank has too little space or a too small file size limit.
 
-    Without this check, a write could fail on one rank while the other ranks wait for this rank.
-
-    Args:
-        folder: folder of the checkpoints.
-        files: files that this rank will write.
-
-    Raises:
-        DiskError: on all ranks, if any rank has too little free space or a file size limit that is too small.
+    Otherwise a write could fail on one rank while the others wait for it.
     """
     sizes = [sum(tensor.num_bytes for tensor in file.tensors) for file in files]
     needed = sum(gather_objects(sum(sizes)))
@@ -385,22 +343,12 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 class BackgroundPush:
-    """Pushes checkpoints to the Hub, one at a time, while the training continues.
+    """Pushes checkpoints that the recipe's section `hub` selects to the Hub, one at a time, while the training continues.
 
-    The recipe's section `hub` selects the checkpoints. On rank 0, a thread runs `wands push` in a subprocess with low
-    priority. While a checkpoint waits for its push or is being pushed, its folder contains the file `PUSH_MARK`, so that the
-    run does not delete the checkpoint.
-
-    A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
-    and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose
-    push was not finished when an earlier process of the run ended.
-
-    Args:
-        config: `hub` section of the recipe; None pushes nothing.
-        output_dir: run folder.
-        total_steps: number of optimizer steps of the whole run.
-        events: log to which the results are written.
-        log: function that prints a line for the user.
+    On rank 0, a thread runs `wands push` in a subprocess with low priority. The file `PUSH_MARK` in a checkpoint's folder keeps
+    the run from deleting it until it is pushed. A failed push causes a warning and a row in `events.jsonl`, and never ends the
+    run. Of the waiting checkpoints, only the newest is pushed; the constructor continues with one that an earlier process has not
+    finished.
     """
 
     def __init__(
@@ -418,11 +366,7 @@ class BackgroundPush:
             self.add(mark.parent)
 
     def add(self, step: Path | None) -> None:
-        """Start to push a checkpoint to the Hub, if its training step is a multiple of `hub.every` or the last step of the run.
-
-        Args:
-            step: folder of the complete checkpoint. If it is None, nothing is pushed.
-        """
+        """Start to push a complete checkpoint if its step is a multiple of `hub.every` or the run's last. None is ignored."""
         hub = self._config
         if step is None or dist.get_rank():
             return
@@ -454,7 +398,7 @@ class BackgroundPush:
         return sorted(self._folder.glob(f"step_????????/{PUSH_MARK}"))
 
     def close(self, wait: float) -> None:
-        """Wait at most `wait` seconds for the upload of the newest checkpoint. A resumed run repeats an unfinished upload."""
+        """Wait at most `wait` seconds for the newest upload. A resumed run repeats an unfinished one."""
         if wait and self._thread.is_alive():
             self._log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
             self._thread.join(wait)

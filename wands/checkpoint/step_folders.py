@@ -19,12 +19,7 @@ def step_name(step: int) -> str:
 
 
 def list_steps(where: Path) -> list[Path]:
-    """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first.
-
-    A step folder contains one checkpoint, which may be incomplete.
-
-    If `where` is itself a step folder, the list contains only `where`.
-    """
+    """Return the step folders in a run folder or a checkpoints folder, oldest first; only `where` if it is itself one."""
     if (where / STATE_FILE).is_file():
         return [where]
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
@@ -34,9 +29,9 @@ def list_steps(where: Path) -> list[Path]:
 
 
 def named_step(folder: Path) -> Path | None:
-    """Return the step folder that the file `latest` in the folder `checkpoints` names, or None if it names none.
+    """Return the newest step folder that `next` or `latest` in the folder `checkpoints` names, or None.
 
-    If a run was killed just before it replaced `latest`, return the newer step folder that the file `next` names.
+    `next` exists if a run was killed just before it renamed the file to `latest`.
     """
     named = []
     for name in ("next", "latest"):  # `next` first, because a training may rename it to `latest` meanwhile

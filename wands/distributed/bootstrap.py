@@ -21,20 +21,14 @@ T = TypeVar("T")
 
 
 def accelerator_type() -> str:
-    """Return the type of DeepSpeed's accelerator on this machine: "cuda" for a CUDA GPU, else "cpu".
-
-    The environment variable DS_ACCELERATOR overrides the detection.
-    """
+    """Return "cuda" if DeepSpeed's accelerator is a CUDA GPU, else "cpu". DS_ACCELERATOR overrides the detection."""
     from deepspeed.accelerator import get_accelerator
 
     return "cuda" if get_accelerator().device_name() == "cuda" else "cpu"
 
 
 def ranks_per_node() -> int:
-    """Return the number of processes per node. Every rank returns the same number.
-
-    If nodes have different numbers of processes, the function returns the mean, rounded down.
-    """
+    """Return the number of processes per node, equal on all ranks: the mean, rounded down, if nodes differ."""
     # The context-parallel degrees depend on this number. If each rank counted the processes of its node, ranks on nodes of
     # different sizes would choose different degrees and hang.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -45,12 +39,9 @@ def ranks_per_node() -> int:
 
 
 def init_process_group() -> tuple[int, int, torch.device]:
-    """Join the process group that the launcher describes. Without a launcher, create a group of one process.
+    """Join the process group of the launcher, or create one of a single process. Return (rank, world size, current device).
 
-    The function calls `set_gpu_settings` before CUDA and NCCL start.
-
-    Returns:
-        (rank, world size, device). The device is this rank's device, and is already set as the current device.
+    `set_gpu_settings` is called before CUDA and NCCL start.
     """
     _set_gpu_settings()
     import deepspeed
@@ -95,20 +86,13 @@ def _set_gpu_settings() -> None:
 
 
 def group_timeout() -> timedelta:
-    """Return the time that a rank waits for other ranks.
-
-    The time is one hour. The environment variable DEEPSPEED_TIMEOUT, in minutes, overrides this default.
-    """
+    """Return the time that a rank waits for other ranks: DEEPSPEED_TIMEOUT minutes, by default one hour."""
     # DeepSpeed's default of 10 minutes is too short for ranks that wait while the first rank writes a large checkpoint.
     return timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
 
 
 def check_gpus() -> None:
-    """Check that this node has at least as many GPUs as processes.
-
-    Raises:
-        ConfigError: if the launcher started more processes on this node than the node has GPUs.
-    """
+    """Raise a ConfigError if the launcher started more processes on this node than it has GPUs."""
     if accelerator_type() != "cuda":
         return
     # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
@@ -124,16 +108,13 @@ def check_gpus() -> None:
 def start_together() -> Iterator[None]:
     """Run a `with` block on every rank, then exchange the errors, so that an error on one rank is raised on all ranks.
 
-    Without the exchange, one rank could fail while the ranks of other nodes wait for the failed rank. The launcher could
-    also stop the other ranks before they print their errors. The block runs before the process group exists. After the
-    block, every rank, including a rank whose block failed, joins the process group for the exchange. Without a launcher,
+    Otherwise other nodes would wait for the failed rank, or the launcher would stop ranks before they print their errors. The
+    block runs before the process group exists; every rank joins it for the exchange, also after an error. Without a launcher,
     there is no exchange.
 
     Raises:
-        Exception: on a rank whose block raised an exception that is not a WandsError. The rank raises its exception again.
-        WandsError: on all other ranks, if the block failed on any rank. The error reports the lowest rank that failed. If
-            that rank raised a WandsError, the error has the class and the message of that WandsError. For any other
-            exception, the error is a RankError whose message contains the exception.
+        Exception: again on its rank, if it is not a WandsError.
+        WandsError: on all other ranks, the WandsError of the lowest rank that failed, or a RankError about its other exception.
     """
     _set_gpu_settings()  # the block may start CUDA
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
@@ -161,10 +142,9 @@ def start_together() -> Iterator[None]:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, in the order of the ranks. Without a process group, return a list of one value.
+    """Return the values of all ranks in order; one value without a process group. Every rank must call this function.
 
-    Every rank must call this function. The values are sent as pickles. This is safe, because only ranks of this run send
-    values.
+    The values are sent as pickles, which is safe, because only ranks of this run send them.
     """
     if not dist.is_initialized():
         return [value]

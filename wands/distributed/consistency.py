@@ -1,7 +1,6 @@
 """Compare values across ranks, bit by bit, and name the ranks that differ.
 
-Without these checks, ranks with different configurations, data or weights raise no error: they hang, or train with wrong
-results.
+Without these checks, ranks with different configurations, data or weights hang, or train with wrong results.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from wands.files import first_difference
 
 NUM_NAMED = 3
 _CHUNK = 1 << 22
-"""Number of elements that are hashed at a time. This limits the temporary int64 tensors to a few times 32 MiB."""
+"""Number of elements that are hashed at a time, which limits the temporary int64 tensors to a few times 32 MiB."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
@@ -34,20 +33,16 @@ def check_agreement(
 ) -> None:
     """Check that texts, such as the recipe as JSON or a digest of the data, are equal on all ranks.
 
-    Every rank must call this function. If all ranks agree, the check costs one all-gather of 32 bytes. The texts are
-    sent only if they differ.
+    Every rank must call this function. If all agree, it costs one all-gather of 32 bytes; the texts are sent only if they differ.
 
     Args:
-        parts: maps the name of each value to its text: a digest or a JSON object. Put a value before the values that are
-            computed from it, because the error names the first value that differs as the cause. A value that some ranks
-            lack counts as different. For JSON objects, the error also names the first key that differs.
-        device: device of this rank. The process group's backend must be able to send tensors of this device.
-        fixes: maps the name of a value to the end of the error message, which tells the user how to fix a difference. The
-            default for a name is "start every rank with the same NAME".
+        parts: digests or JSON objects by name. The error names the first that differs as the cause, and its first key that
+            differs, so put a value before those that are computed from it. A missing value counts as different.
+        device: device whose tensors the process group's backend can send.
+        fixes: end of the error message by name. The default is "start every rank with the same NAME".
 
     Raises:
-        ConfigError: if a text differs between ranks. All ranks raise the same message. The message contains the name of
-            the value, the ranks whose text differs from the text of most ranks, and the fix.
+        ConfigError: if a text differs. All ranks raise the same message: the name, the ranks that differ from most, and the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -69,14 +64,8 @@ def check_agreement(
 
 
 def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None]) -> str:
-    """Return a clause about a value that differs between ranks. Values are compared as texts.
-
-    Example: "the recipe of rank 3 (train.seed=3, not 0) differs from the recipe of ranks 0-2, and so does the data".
-
-    Args:
-        name: name of the value.
-        consequences: names of other values that differ between the same ranks, probably because this value differs.
-        texts: the value on each rank, as a text; None for a rank without this value.
+    """Return a clause about a value that differs, such as "the recipe of rank 3 (train.seed=3, not 0) differs from the recipe of
+    ranks 0-2, and so does the data". The `consequences` are other values that differ between the same ranks.
     """
     reference, *others = group_ranks(texts)
     odd = [f"of {name_ranks(ranks)}{_first_key(texts[ranks[0]], texts[reference[0]])}" for ranks in others]
@@ -87,16 +76,7 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first difference between the values of two groups of ranks, such as " (train.seed=3, not 0)".
-
-    Args:
-        odd: value of the ranks that differ from most ranks, as JSON or a digest; None if these ranks have no value.
-        usual: value of most ranks, as JSON or a digest; None if most ranks have no value.
-
-    Returns:
-        For JSON objects, the first key with different values, and both values. " (missing)" if `odd` is None. An empty text
-        if `usual` is None, or if the values are digests.
-    """
+    """Return the first key that differs, such as " (train.seed=3, not 0)"; " (missing)" if `odd` is None; "" without a key."""
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
     try:
@@ -108,7 +88,7 @@ def _first_key(odd: str | None, usual: str | None) -> str:
 
 
 def shorten_value(value: Any, most: int = 60) -> str:
-    """Return a JSON value as a text. A text of more than `most` characters is cut and ends with "..."."""
+    """Return a JSON value as a text, cut to `most` characters and "..."."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= most else f"{text[:most]}..."
 
@@ -116,13 +96,10 @@ def shorten_value(value: Any, most: int = 60) -> str:
 def check_tensors_agree(
     names: Sequence[str], checksums: Tensor, num_parts: Sequence[int] | None = None
 ) -> None:
-    """Check that the checksums of tensors are equal on all ranks. Every rank must call this function.
+    """Check that the checksums of tensors (int64 [N], of `tensor_checksum`) are equal on all ranks, which must all call it.
 
-    Args:
-        names: names of the N tensors, equal on all ranks.
-        checksums: int64 [N], from `tensor_checksum`. The process group's backend must be able to send this tensor.
-        num_parts: for each tensor, the number of consecutive ranks that have different parts of it. The tensor must be equal
-            on the ranks with the same part. None if all tensors are equal on all ranks.
+    The process group's backend must be able to send `checksums`. `num_parts` is the number of consecutive ranks that have
+    different parts of each tensor; only ranks with the same part are then compared.
 
     Raises:
         DataError: if a checksum differs. All ranks raise the same message with the names of the tensors and the ranks.
@@ -157,15 +134,11 @@ def check_tensors_agree(
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
-    """Hash the bits of a tensor to an int64 scalar on the tensor's device.
+    """Hash the bits of a tensor, with elements of 1, 2, 4 or 8 bytes, to an int64 scalar on the tensor's device.
 
-    The elements are read as integers of at most 32 bits. Each integer and its position in the tensor (32 bits) form a
-    64-bit number, which a one-to-one function scrambles. The hash is the sum of the scrambled numbers modulo 2^64. The hash
-    therefore changes whenever exactly one integer changes. Tensors that differ in more integers have equal hashes with
-    probability 2^-64. The hash does not depend on the order of addition. NaNs are hashed by their bits.
-
-    Args:
-        tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.
+    Each integer of at most 32 bits and its position (32 bits) form a 64-bit number, which a one-to-one function scrambles. The
+    hash is the sum modulo 2^64: it does not depend on the order of addition, and changes whenever exactly one integer changes.
+    Tensors that differ in more have equal hashes with probability 2^-64. NaNs are hashed by their bits.
 
     Source: the finalizer of MurmurHash3 (Appleby), with its multipliers and shifts.
     """
@@ -190,21 +163,14 @@ def _high_bits(values: Tensor) -> Tensor:
 
 
 def all_gather(values: Tensor) -> Tensor:
-    """Gather a tensor of the same shape from every rank into one tensor [world_size, *values.shape]; row r is from rank r."""
+    """Gather a tensor of the same shape from every rank into one tensor [world_size, *values.shape]."""
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, values)
     return torch.stack(rows)
 
 
 def group_ranks(values: Sequence[Any]) -> list[list[int]]:
-    """Group the ranks that have equal values.
-
-    Args:
-        values: the value of each rank.
-
-    Returns:
-        Lists of ranks, the largest list first. Among lists of equal length, the list with the lowest rank comes first.
-    """
+    """Group the ranks that have equal values: the largest group first, then by the lowest rank."""
     groups: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -212,7 +178,7 @@ def group_ranks(values: Sequence[Any]) -> list[list[int]]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return a text for a list of ranks in ascending order, such as "rank 3" or "ranks 0-2, 7"."""
+    """Return a text for ranks in ascending order, such as "rank 3" or "ranks 0-2, 7"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

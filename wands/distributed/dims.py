@@ -1,8 +1,7 @@
 """Parallel dimensions and their process groups: world size = data parallel x ring x Ulysses x tensor.
 
-Tensor parallelism is the innermost dimension, because it sends the most: the ranks of a tensor-parallel group are consecutive.
-The ranks of a Ulysses group are consecutive if the tensor degree is 1. The exchanges of both stay inside a node if the product
-of the two degrees divides the number of ranks of a node.
+Tensor parallelism is the innermost dimension, because it sends the most. Ulysses follows. The exchanges of both stay inside a
+node if the product of their degrees divides the number of ranks of a node.
 """
 
 from __future__ import annotations
@@ -26,13 +25,6 @@ class ParallelDims:
 
     DeepSpeed knows only the tensor degree: ZeRO partitions parameters and averages gradients over the ranks with the same
     `tensor_rank`, which have the same part of each weight.
-
-    Attributes:
-        world_size: number of ranks.
-        rank: global rank.
-        ulysses_degree: number of consecutive ranks that divide the attention heads among themselves.
-        ring_degree: number of ranks in a ring. These ranks exchange keys and values.
-        tensor_degree: number of consecutive ranks that divide the weights of each block among themselves.
     """
 
     world_size: int
@@ -43,17 +35,14 @@ class ParallelDims:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks in a context-parallel group. These ranks divide the tokens of one packed sequence."""
         return self.ulysses_degree * self.ring_degree
 
     @property
     def dp_size(self) -> int:
-        """Number of groups of ranks that share a bin. Each group processes different samples."""
         return self.world_size // (self.cp_size * self.tensor_degree)
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel index of this rank: the index of the group of ranks that share its bin."""
         return self.rank // (self.cp_size * self.tensor_degree)
 
     @property
@@ -77,33 +66,19 @@ class ParallelDims:
         return self.cp_rank == 0 and self.tensor_rank == 0
 
     def layout(self, seq_lens: Sequence[int]) -> ContextLayout:
-        """Return the layout of a bin (the samples packed into one sequence), which lists the tokens of the bin on this rank.
-
-        Args:
-            seq_lens: number of tokens of each sample of the bin.
-        """
+        """Return the tokens of a bin on this rank. `seq_lens` is the number of tokens of each sample."""
         return ContextLayout.build(
             seq_lens, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, cp_rank=self.cp_rank
         )
 
 
 class ContextDegrees(NamedTuple):
-    """Degrees of context parallelism.
-
-    `ulysses` is the number of ranks that divide the attention heads among themselves. `ring` is the number of ranks that
-    exchange keys and values.
-    """
-
     ulysses: int
     ring: int
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
-    """Check that the number of processes is a multiple of the number of ranks that share a bin.
-
-    Raises:
-        ConfigError: if the world size is not divisible by the number of ranks that share a bin.
-    """
+    """Raise a ConfigError if the world size is not a multiple of the number of ranks that share a bin."""
     size = parallel.group_size
     if world_size % size:
         raise ConfigError(
@@ -117,20 +92,12 @@ def choose_degrees(
 ) -> ContextDegrees:
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If the recipe sets both degrees, both are used. If the recipe sets `cp_size` and one degree, the other degree is `cp_size`
-    divided by the given degree. If the recipe sets one degree only, the other degree is 1. If the recipe sets only `cp_size`,
-    the Ulysses degree is the largest number that divides `cp_size`, the number of heads and `ranks_per_node`. The ring degree
-    is then `cp_size` divided by the Ulysses degree. A large Ulysses degree is best, because an all-to-all always sends less
-    than a ring of the same degree.
-
-    Args:
-        parallel: `parallel` section of a recipe that `load_recipe` has checked.
-        num_heads: number of attention heads of the DiT.
-        ranks_per_node: number of processes per node.
-        model: name of the model, for error messages.
+    A degree that is not set is `cp_size` / the other degree, or 1 without `cp_size`. If only `cp_size` is set, the Ulysses degree
+    is the largest divisor of `cp_size` that divides the heads of a tensor rank and, times the tensor degree, `ranks_per_node`: an
+    all-to-all always sends less than a ring of the same degree. `model` is named in errors.
 
     Raises:
-        ConfigError: if the Ulysses degree does not divide the number of heads.
+        ConfigError: if the tensor degree or the Ulysses degree does not divide the number of heads.
     """
     size = parallel.context_size
     ulysses = parallel.ulysses_degree
@@ -160,11 +127,7 @@ def choose_degrees(
 
 
 def check_ffn(parallel: ParallelConfig, *, ffn_dim: int, model: str) -> None:
-    """Check that the ranks of a tensor-parallel group can divide the hidden channels of the feed-forward.
-
-    Raises:
-        ConfigError: if the tensor degree does not divide the number of channels.
-    """
+    """Raise a ConfigError if the tensor degree does not divide the hidden channels of the feed-forward."""
     if ffn_dim % parallel.tensor_degree:
         raise ConfigError(
             f"parallel.tensor_degree={parallel.tensor_degree} must divide ffn_dim={ffn_dim} of {model}. Use a divisor of "
@@ -189,13 +152,9 @@ class ProcessGroups:
     """Process groups of a rank. A group is None if it would contain only this rank.
 
     Attributes:
-        dims: parallel dimensions of this rank.
-        ulysses: ranks that divide the attention heads among themselves, for the all-to-all.
-        ring: ranks that exchange keys and values, for send and receive.
-        ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With a single
-            communicator, transfers of keys and values would wait for transfers of gradients.
-        cp: all ranks of the context-parallel group. These ranks divide the tokens of one packed sequence.
-        tensor: ranks that divide the weights of each block among themselves and process the same tokens.
+        ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With a single one,
+            transfers of keys and values would wait for transfers of gradients.
+        cp: the context-parallel group.
         zero: ranks with the same part of each weight, among which ZeRO partitions this part. None if the tensor degree is 1,
             because these are all ranks then. If the tensor degree is the number of all ranks, the group has one rank.
     """
@@ -212,14 +171,8 @@ class ProcessGroups:
     def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
         """Create the process groups, in the same order on every rank, and run one collective in each group.
 
-        A second call with equal arguments returns the groups of the first call.
-
-        The first collective of a group sets up the group's communicator, and needs all members at the same time. If it ran inside
-        ring attention, the set-up would deadlock.
-
-        Args:
-            dims: parallel dimensions of this rank.
-            device: device of the tensors that the groups send.
+        The first collective of a group sets up its communicator and needs all members at the same time; inside ring attention, it
+        would deadlock. `device` is that of the tensors to send. A second call with equal arguments returns the same groups.
         """
         return _build_groups(dims, torch.device(device), dist.group.WORLD)
 
@@ -252,13 +205,9 @@ def _build_groups(dims: ParallelDims, device: torch.device, world: dist.ProcessG
 
 
 def new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
-    """Create one process group for each range of ranks, and return this rank's group.
+    """Create one process group for each range of ranks, and return this rank's group; None if a range has only one rank.
 
-    If each range contains only one rank, create no group, and return None.
-
-    Args:
-        partition: ranks of each group. The ranges have equal lengths and contain every rank once.
-        device: device of the tensors that the group sends.
+    The ranges have equal lengths and contain every rank once. `device` is that of the tensors to send.
     """
     return None if len(partition[0]) == 1 else _make_groups(partition, device)
 

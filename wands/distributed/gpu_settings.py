@@ -12,19 +12,17 @@ GPU_SETTINGS = {
 }
 """Environment variables of PyTorch, CUDA and NCCL that wands sets if the user has not set them.
 
-PYTORCH_ALLOC_CONF lets the segments of PyTorch's allocator grow. Packed sequences of different lengths then leave fewer gaps in
-GPU memory. CUDA_DEVICE_MAX_CONNECTIONS is the number of CUDA's hardware queues, by default 8. ZeRO, Ulysses, the ring and
-the ring's gradients use separate CUDA streams, and streams that share a queue wait for each other.
-NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL start the kernels of different communicators in the order of the program. If two ranks
-started these kernels in different orders, both would hang.
+PYTORCH_ALLOC_CONF lets the segments of PyTorch's allocator grow, so that bins of different lengths leave fewer gaps in GPU
+memory. CUDA_DEVICE_MAX_CONNECTIONS is the number of CUDA's hardware queues, by default 8. ZeRO, Ulysses, the ring and the ring's
+gradients use separate CUDA streams, and streams that share a queue wait for each other. NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL
+start the kernels of different communicators in the order of the program; two ranks with different orders would hang.
 """
 
 
 def set_gpu_settings() -> None:
-    """Set the variables of `GPU_SETTINGS` for this process and its child processes. A value that the user has set stays.
+    """Set the variables of `GPU_SETTINGS`, for this process and its children, that the user has not set.
 
-    `init_process_group` of `wands.distributed.bootstrap` calls this function. A program that starts CUDA or NCCL before
-    wands calls it first.
+    `init_process_group` calls this function. A program that starts CUDA or NCCL before wands calls it first.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the earlier name; PyTorch reads the later name first
         os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"])

@@ -1,13 +1,9 @@
 """8-bit AdamW of bitsandbytes, whose moments do not depend on how ZeRO flattens the parameters.
 
-bitsandbytes stores a moment as 8-bit codes, with one scale for each block of 256 values. DeepSpeed flattens many parameters
-into one flat tensor. If bitsandbytes updated this flat tensor, a block could contain values of several parameters, and
-parameters with small gradients would lose their moments. Therefore the optimizer of this module updates each fragment (the
-part of one parameter in a flat tensor) separately. The blocks are the same as for the whole parameter in bitsandbytes: values
-0 to 255 of the parameter, values 256 to 511, and so on.
-
-Small parameters have fp32 moments, as in bitsandbytes. Only a block that is divided between two ranks differs from
-bitsandbytes: the block has one scale on each rank.
+bitsandbytes stores a moment as 8-bit codes, with one scale for each block of 256 values. In a flat tensor of DeepSpeed, a block
+could contain values of several parameters, and those with small gradients would lose their moments. So each fragment is updated
+separately, with the blocks that bitsandbytes uses for the whole parameter. Only a block that is divided between two ranks
+differs: it has one scale on each rank. Small parameters have fp32 moments, as in bitsandbytes.
 """
 
 from __future__ import annotations
@@ -28,28 +24,23 @@ from wands.config.optimizer_kinds import BLOCK_8BIT, MIN_8BIT
 States = Mapping[str, Tensor]
 """Adam's two moments of N consecutive values of a flattened parameter: the keys "state1" and "state2", each [N].
 
-The moments are fp32 values, or uint8 codes. Codes have one fp32 scale for each block of 256 values, under the keys "absmax1"
-and "absmax2". Blocks start at multiples of 256 in the flattened parameter. Therefore the first and the last block may
-contain fewer than 256 of the N values.
+The moments are fp32 values, or uint8 codes with one fp32 scale for each block of 256 values under "absmax1" and "absmax2". Blocks
+start at multiples of 256 in the flattened parameter, so the first and the last may be shorter.
 """
 
 
 class FragmentAdamW8bit(AdamW8bit):
     """8-bit AdamW that updates each fragment of its flat tensors separately.
 
-    A flat tensor contains one or more flattened parameters. A fragment is the part of one parameter in a flat tensor. The
-    optimizer state of a flat tensor is a dict: "step" maps to the step count, and the name of each fragment's parameter maps
-    to the `States` of the fragment (Adam's two moments, with the scales of 8-bit moments).
-
-    Attributes:
-        fragments: maps each flat tensor to its fragments.
+    The optimizer state of a flat tensor has the step count under "step", and the `States` of each fragment under the name of its
+    parameter. `fragments` maps each flat tensor to its fragments.
     """
 
     fragments: Mapping[Tensor, Sequence[Fragment]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update each flat tensor (one or more flattened parameters) that has a gradient. `closure` is ignored."""
+        """Update each flat tensor that has a gradient. `closure` is ignored."""
         for group_number, group in enumerate(self.param_groups):
             for number, flat in enumerate(group["params"]):
                 if flat.grad is None:
@@ -77,15 +68,9 @@ class FragmentAdamW8bit(AdamW8bit):
                 state["step"] = state.get("step", 0) + 1
 
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
-        """Return the optimizer states of a fragment, which is a range of a flattened parameter that this rank owns.
+        """Join the optimizer states of a fragment from stored (start, states) ranges that overlap with it, in ascending order.
 
-        The result is joined from the states that a checkpoint contains. If a stored range equals the fragment's range, the
-        stored states are returned unchanged. Otherwise the moments in the result are fp32.
-
-        Args:
-            fragment: the range of the parameter.
-            stored: (start, states) of each stored range that overlaps with the fragment, in ascending order. `start` is the
-                index of the range's first value in the flattened parameter.
+        Stored states of exactly the fragment's range are returned unchanged. Otherwise the moments in the result are fp32.
         """
         first = fragment.start
         last = fragment.start + fragment.numel
@@ -111,27 +96,14 @@ class FragmentAdamW8bit(AdamW8bit):
 
 
 def cut_states(states: States, start: int, first: int, last: int) -> dict[str, Tensor]:
-    """Return views of the optimizer states that belong to the range [`first`, `last`) of a flattened parameter.
-
-    Args:
-        states: optimizer states of a range that contains [`first`, `last`): moments, and the scales of 8-bit moments.
-        start: index in the flattened parameter where the range of `states` starts.
-        first: index in the flattened parameter where the result starts.
-        last: index in the flattened parameter where the result ends, exclusive.
-    """
+    """Return views of the states of the range [`first`, `last`) of a flattened parameter, from states that begin at `start`."""
     values = slice(first - start, last - start)
     blocks = slice(first // BLOCK_8BIT - start // BLOCK_8BIT, -(-last // BLOCK_8BIT) - start // BLOCK_8BIT)
     return {key: value[blocks if key.startswith("absmax") else values] for key, value in states.items()}
 
 
 def dequantize(states: States, start: int) -> States:
-    """Return Adam's moments of a range of a flattened parameter as fp32 values.
-
-    Args:
-        states: moments of the range, and the scales of 8-bit moments. fp32 moments are returned unchanged.
-        start: index of the range's first value in the flattened parameter. It determines which values have a common scale:
-            values 0 to 255 of the flattened parameter have one scale, values 256 to 511 the next scale, and so on.
-    """
+    """Return the moments of a range that begins at `start` of a flattened parameter as fp32 values; fp32 ones are unchanged."""
     if "absmax1" not in states:
         return states
     moments = {}
@@ -145,16 +117,9 @@ def dequantize(states: States, start: int) -> States:
 
 
 def quantize(moments: States, shape: Sequence[int], start: int) -> States:
-    """Return Adam's moments of a range of a flattened parameter in the format that `FragmentAdamW8bit` stores.
+    """Return fp32 moments of a range that begins at `start` in the format that `FragmentAdamW8bit` stores.
 
-    The moments of a parameter with at least `MIN_8BIT` values become 8-bit codes with scales. The moments of a smaller parameter
-    stay fp32.
-
-    Args:
-        moments: moments of the range as fp32 values.
-        shape: shape of the whole parameter.
-        start: index of the range's first value in the flattened parameter. It determines which values have a common scale:
-            values 0 to 255 of the flattened parameter have one scale, values 256 to 511 the next scale, and so on.
+    Those of a parameter (of the whole `shape`) with at least `MIN_8BIT` values become 8-bit codes with scales.
     """
     if not _is_quantized(shape):
         return moments
@@ -187,10 +152,5 @@ def _new_states(values: Tensor, fragment: Fragment) -> States:
 
 @cache
 def _table(moment: str, device: torch.device) -> Tensor:
-    """Return the values that the 256 codes of an 8-bit moment stand for, in ascending order.
-
-    Args:
-        moment: "1" for the first moment, "2" for the second moment, which has no negative values.
-        device: device of the result.
-    """
+    """Return the values of the 256 codes of an 8-bit moment ("1" or "2", which has no negative values), in ascending order."""
     return create_dynamic_map(signed=moment == "1").to(device)

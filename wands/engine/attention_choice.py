@@ -1,4 +1,4 @@
-"""Choose the attention kernel of a run: rank 0 measures the kernels, and all ranks use the kernel that rank 0 chooses."""
+"""Choose the attention kernel of a run: rank 0 measures the kernels, and all ranks use its choice."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def fastest_backend(times: dict[str, dict[int, float]]) -> str:
-    """Return the name of the fastest attention kernel, or of the fastest combination of cuDNN with another kernel.
+    """Return the name for `get_backend` of the fastest kernel, or of the fastest combination of cuDNN with another kernel.
 
-    The name is an argument for `get_backend`. For example, "cudnn:1024:torch" means cuDNN for segments (clips in a packed
-    sequence) of 1,024 tokens or more, and torch for shorter segments. The fastest choice has the smallest sum of times over
-    all segment lengths. cuDNN's times are increased by 5 %, because cuDNN builds an execution plan for each new length.
-
-    Args:
-        times: maps each kernel to a dict from segment lengths (all of `LENGTHS`) to milliseconds. At least one kernel is
-            not cuDNN.
+    For example, "cudnn:1024:torch" means cuDNN for segments of 1,024 tokens or more, and torch for shorter ones. The fastest
+    choice has the smallest sum over all `LENGTHS` of the milliseconds in `times`. cuDNN's times count 5 % more, because it builds
+    an execution plan for each new length. At least one kernel must not be cuDNN.
     """
 
     def total(choice: tuple[str, float]) -> float:
@@ -41,16 +37,10 @@ def fastest_backend(times: dict[str, dict[int, float]]) -> str:
 
 
 def measure_backends(names: list[str], device: torch.device, *shape: int) -> dict[str, dict[int, float]]:
-    """Measure the time of attention kernels in bf16, forward and backward. The global random state does not change.
+    """Return the milliseconds of each kernel for each segment length, in bf16, forward and backward.
 
-    Args:
-        names: kernels that run on this device.
-        device: a CUDA device.
-        shape: number of heads on one rank, and head dim.
-
-    Returns:
-        A dict that maps each kernel to a dict from segment lengths (tokens of one packed sample) to milliseconds. All times
-        are for the same number of tokens: one segment of the longest length, or several shorter segments.
+    `shape` is the number of heads on one rank, and the head dim. All times are for the same number of tokens: one segment of the
+    longest length, or several shorter ones. The global random state does not change.
     """
     rows = torch.randn((4, LENGTHS[0], *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v, dout = to_device(rows, device).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)
@@ -85,33 +75,13 @@ def agree_on_backend(
     device: torch.device,
     log: Log,
 ) -> Choice:
-    """Choose the attention kernel of a run. Every rank must call this function.
+    """Return the attention kernel of a run, and the choice to store in checkpoints. Every rank must call this function.
 
-    In three cases, the function `attention_backend` chooses the kernel, and no kernel is measured. The result is the
-    kernel that the recipe names or, with `attention.backend=auto`, the first usable kernel of a fixed list. The cases are:
-
-    - `attention.backend` is not `auto`.
-    - The run computes in fp32 or on a CPU.
-    - No kernel runs on all ranks, or cuDNN is the only kernel that runs on all ranks. There is then nothing to compare.
-
-    In all other cases, rank 0 chooses for all ranks, among the kernels that run on all ranks:
-
-    - If the checkpoint contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this
-      choice.
-    - Otherwise, rank 0 measures the kernels, and chooses the fastest kernel or combination of kernels.
-
-    Args:
-        recipe: recipe of the run.
-        shape: sizes of the DiT.
-        ulysses_degree: number of ranks that divide the attention heads among themselves.
-        saved: choice in the checkpoint that the run resumes from.
-        rank: rank of this process.
-        device: device of this process.
-        log: function that prints a line for the user on rank 0.
-
-    Returns:
-        (attention kernel, choice to store in checkpoints). The choice is a dict with the keys "backend" (name of the kernel)
-        and "setup" (GPU, torch version and usable kernels). It is None if the kernel is from `attention_backend`.
+    No kernel is measured, and the choice is None, if `attention.backend` is not `auto`, if the run computes in fp32 or on a CPU,
+    or if no kernel but cuDNN runs on all ranks. The kernel is then that of `attention_backend`. Otherwise rank 0 chooses among
+    the kernels that run on all ranks: the choice `saved` in the checkpoint, if the GPU, torch and the kernels have not changed
+    since; else the fastest kernel or combination that it measures. A choice has the keys "backend" (name of the kernel) and
+    "setup" (GPU, torch version and usable kernels).
     """
     names = []
     heads = shape.num_heads // ulysses_degree

@@ -1,6 +1,6 @@
-"""Gradient norm and relative update of each transformer block. All ZeRO stages are supported.
+"""Gradient norm and relative update of each transformer block, at all ZeRO stages.
 
-The relative update is the norm of the change of a block's weights in a step, divided by the norm of the weights.
+The relative update is the norm of the change of a block's fp32 master weights in a step, divided by their norm.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ from wands.checkpoint.engine_state import Fragment
 
 @torch.no_grad()
 def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
-    """Measure the gradient norm of each block, and prepare to measure how much the update changes the block's weights.
+    """Measure the gradient norm of each block, before clipping, between the backward pass and the update.
 
-    Every rank must call this function after the backward pass and before the update. Each rank copies its part of the fp32
-    master weights to host memory, to compare them after the update: 4 bytes for each trained weight of the part.
-
-    Returns:
-        A function to call after the update, on every rank. The keys of its result are "grad_norm_blocks" (norm of each
-        block's gradient before clipping) and "update_ratio_blocks" (norm of the change of the fp32 master weights / norm of
-        these weights). Each value maps names such as "blocks.0", or "proj_out" for a module outside the blocks, to a number.
+    Return a function to call after the update, which returns "grad_norm_blocks" and "update_ratio_blocks" by names such as
+    "blocks.0", or "proj_out" outside the blocks. Every rank must call both. Until then, each rank keeps a copy of its part of the
+    fp32 master weights in host memory.
     """
     parameters = dict(engine.module.named_parameters())
     fragments = [fragment for fragment in own_fragments(engine) if not fragment.is_copy]
@@ -63,7 +59,7 @@ def _block(name: str) -> str:
 
 
 def _gradient(parameter: Any, fragment: Fragment) -> Tensor:
-    """Return the gradient of a fragment (this rank's part of a parameter) as a vector, at any ZeRO stage."""
+    """Return the gradient of a fragment as a vector, at any ZeRO stage."""
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_local_grad
 

@@ -40,13 +40,7 @@ _LINEAR = torch.nn.functional.linear
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """Return a function that maps a number of finished steps to the factor that multiplies the peak learning rate.
-
-    Args:
-        optim: `optim` section of the recipe. It contains the schedule, the lowest factor, and the warm-up as a number
-            of steps or as a fraction of `total_steps`.
-        total_steps: number of optimizer steps of the whole run.
-    """
+    """Return a function from a number of finished steps to the factor of the peak learning rate."""
     warmup = round(optim.warmup * total_steps) if optim.warmup < 1 else round(optim.warmup)
 
     def multiplier(step: int) -> float:
@@ -62,14 +56,10 @@ def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], floa
 
 
 def check_offload(ds_config: Mapping[str, Any]) -> None:
-    """Compile the optimizer DeepSpeedCPUAdam on every rank if the run needs this optimizer.
+    """Compile DeepSpeedCPUAdam on every rank if the run offloads Adam's states to the host and does not use torch's Adam.
 
-    The run needs DeepSpeedCPUAdam if the run offloads Adam's states to the host and does not use torch's Adam. Compiling
-    takes a minute. The compiled library is then cached on the machine. Without this function, DeepSpeed would compile the
-    library later, and a failure on one rank would then leave the other ranks waiting.
-
-    Args:
-        ds_config: result of `build_ds_config`.
+    This takes a minute, and is then cached on the machine. DeepSpeed would compile it later, where a failure on one rank would
+    leave the other ranks waiting.
 
     Raises:
         ConfigError: if DeepSpeedCPUAdam cannot be compiled or loaded on this machine.
@@ -90,20 +80,13 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def attention_backend(recipe: Recipe, head_dim: int, device: torch.device) -> Backend:
-    """Return the attention kernel that the recipe selects for a device, without measuring any kernel.
-
-    With `attention.backend=auto`, the result is the first usable kernel in the fixed order of `choose_backend`.
-    """
+    """Return the attention kernel that the recipe selects for a device, without measuring; `auto` means `choose_backend`."""
     dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
     return choose_backend(recipe.attention.backend, device, dtype, head_dim)
 
 
 def use_compile(setting: bool | str, device: torch.device) -> bool:
-    """Return whether to compile the pointwise operations of the transformer blocks.
-
-    Args:
-        setting: value of `model.compile`: True, False, or "auto", which compiles on GPUs if torch.compile works.
-        device: device of this rank.
+    """Return whether to compile the pointwise operations of the blocks; "auto" does so on GPUs if torch.compile works.
 
     Raises:
         ConfigError: if `setting` is True, and torch.compile does not work on this machine.
@@ -137,10 +120,7 @@ def build_model(
     resumes: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Load a DiT and prepare it for training.
-
-    This function loads the weights and sets the attention kernel, dropout and activation checkpointing. It also adds a
-    LoRA or freezes parameters, as the recipe requires.
+    """Load a DiT and prepare it for training: attention kernel, dropout, activation checkpointing, LoRA or frozen parameters.
 
     Under ZeRO-3, each tensor is partitioned as soon as it is read.
 
@@ -148,13 +128,12 @@ def build_model(
         recipe: recipe of the run.
         ds_config: result of `build_ds_config`.
         expert: DiT to load.
-        groups: process groups in which this rank communicates with other ranks.
+        groups: process groups of this rank.
         device: device of this rank.
         backend: attention kernel, such as the result of `attention_backend`.
-        store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
-            memory for this DiT.
+        store: host memory for the activations that `model.checkpointing=offload` offloads; None allocates it for this DiT.
         resumes: whether the weights come from a checkpoint. The file in `lora.init_from` is then not read.
-        config: config of the DiT, which may have more input channels than the model in `model.path`. None uses the config there.
+        config: config of the DiT, which may have more input channels than `model.path`; None uses the config there.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
@@ -219,17 +198,9 @@ def build_engine(
 ) -> Any:
     """Wrap a model in a DeepSpeed engine with an optimizer and a learning rate schedule.
 
-    If the DeepSpeed JSON has a scheduler, DeepSpeed builds the schedule. Otherwise the schedule comes from the recipe.
-
-    Args:
-        model: result of `build_model`.
-        ds_config: result of `build_ds_config`.
-        recipe: recipe of the run.
-        total_steps: number of optimizer steps of the whole run.
-        groups: process groups of this rank. They may be None without tensor parallelism.
-        optimizer: function of (named trained parameters, learning rate) that returns a torch optimizer. None builds the
-            optimizer that the recipe or the DeepSpeed JSON names.
-        schedule: function with the arguments and the result of `build_schedule`, which is the default.
+    `groups` may be None without tensor parallelism. `optimizer` is a function of (named trained parameters, learning rate) that
+    replaces the optimizer of the recipe or DeepSpeed JSON; `schedule` replaces `build_schedule`. If the DeepSpeed JSON has a
+    scheduler, DeepSpeed builds the schedule.
     """
     import deepspeed
 
@@ -279,8 +250,8 @@ def build_engine(
 def release_engine(engine: Any) -> None:
     """Take an engine apart, so that this process can make another run.
 
-    ZeRO-3 keeps references to every model in global variables, and replaces torch's linear function by one with other
-    roundings in bf16.
+    ZeRO-3 keeps references to every model in global variables, and replaces torch's linear function by one with other roundings
+    in bf16.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -295,10 +266,9 @@ def release_engine(engine: Any) -> None:
 
 
 def _share_masters(optimizer: Any) -> None:
-    """Let fp32 weights share memory with the optimizer's fp32 master weights at ZeRO-3, where both have the same values.
+    """Let fp32 weights share memory with their equal fp32 master weights at ZeRO-3, which saves one copy of each partition.
 
-    The sharing saves one fp32 copy of each rank's partition of the model. stage3.py of DeepSpeed 0.19.8 has code for this
-    purpose, but the code never runs, because it compares a torch.device with a string.
+    DeepSpeed 0.19.8 has code for this in stage3.py that never runs, because it compares a torch.device with a string.
     """
     partitions = zip(
         optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True

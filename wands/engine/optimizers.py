@@ -1,7 +1,4 @@
-"""Build the optimizers that wands itself passes to DeepSpeed: 8-bit AdamW, Adafactor and Muon.
-
-DeepSpeed builds other optimizers, such as AdamW, itself. This module also splits parameter groups by weight decay and by dtype.
-"""
+"""Build the optimizers that wands itself passes to DeepSpeed: 8-bit AdamW, Adafactor and Muon. DeepSpeed builds all others."""
 
 from __future__ import annotations
 
@@ -18,17 +15,10 @@ _MUON_MOMENTUM = 0.95  # the value of Muon's author and of all later work
 
 
 def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any], *, fused: bool) -> Any:
-    """Build the optimizer for `deepspeed.initialize`.
+    """Return the torch optimizer for `deepspeed.initialize`, or None if DeepSpeed builds it from `section`.
 
-    Args:
-        named: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
-            may be partitioned.
-        section: section `optimizer` of the DeepSpeed config.
-        fused: whether the Muon optimizer uses torch's fused AdamW kernel for parameters that Muon does not update, such as
-            biases. 8-bit AdamW and Adafactor ignore this argument.
-
-    Returns:
-        A torch optimizer, or None if DeepSpeed builds the optimizer from `section`.
+    `named` has the (name, parameter) pairs of the trained parameters, which ZeRO-3 may have partitioned, in the model's order.
+    `fused` selects torch's fused AdamW for parameters that Muon does not update.
 
     Raises:
         ConfigError: if the optimizer's library cannot be loaded, or Muon finds no matrix to train.
@@ -54,11 +44,10 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
 
 
 def muon_ratio(rows: int, columns: int) -> float:
-    """Return Muon's learning rate for a matrix, divided by AdamW's learning rate.
+    """Return Muon's learning rate for a matrix / AdamW's learning rate, so that both updates have the same RMS.
 
-    With this ratio, the updates of both optimizers have the same root mean square (RMS). The RMS of AdamW's update is about
-    0.2. Muon's update is an orthogonal matrix, whose RMS is 1 / sqrt(max(rows, columns)). DeepSpeed multiplies this matrix by
-    sqrt(max(1, rows / columns)), so the ratio is divided by this factor.
+    The RMS of AdamW's update is about 0.2. Muon's update is an orthogonal matrix with RMS 1 / sqrt(max(rows, columns)), which
+    DeepSpeed multiplies by sqrt(max(1, rows / columns)), so the ratio is divided by this factor.
 
     Source: Liu et al. 2025, Muon is Scalable for LLM Training, eq. 4 (arXiv:2502.16982).
     """
@@ -66,12 +55,7 @@ def muon_ratio(rows: int, columns: int) -> float:
 
 
 def split_by_decay(groups: Iterable[Mapping[str, Any]], named: Iterable[tuple[str, Any]]) -> list[Any]:
-    """Split parameter groups so that norm gains, biases and modulation tables are in groups with `weight_decay` 0.
-
-    Args:
-        groups: parameter groups of an optimizer.
-        named: (name, parameter) of each trained parameter.
-    """
+    """Split parameter groups so that norm gains, biases and modulation tables are in groups with `weight_decay` 0."""
     kept = {id(parameter) for name, parameter in named if is_norm_or_bias(name, _whole_shape(parameter))}
     split = [
         {**group, "params": [p for p in group["params"] if (id(p) in kept) == bool(other)], **other}
@@ -86,19 +70,13 @@ def split_by_dtype(
 ) -> list[dict[str, Any]]:
     """Split parameter groups so that each group has one dtype, because DeepSpeed flattens each group into one tensor.
 
-    The order of the groups decides the dtype in which DeepSpeed sums the gradients of micro steps. With the order of this
-    function, DeepSpeed sums all gradients in fp32: the fp32 groups come first at ZeRO-2, and the bf16 groups come first at
-    ZeRO-1. With the opposite order, DeepSpeed would sum the gradients of bf16 parameters in bf16.
-
-    Args:
-        groups: parameter groups of an optimizer.
-        zero: `zero_optimization` section for ZeRO stage 1 or 2, with the key `reduce_bucket_size`.
-        reduce: `precision.reduce` of the recipe. With "fp32", bf16 parameters are marked so that DeepSpeed reduces
-            their gradients in fp32 instead of bf16.
+    The order of the groups decides the dtype in which DeepSpeed sums the gradients of micro steps. All are summed in fp32 if the
+    fp32 groups come first at ZeRO-2, and the bf16 groups at ZeRO-1. With `reduce` "fp32", bf16 parameters are marked so that
+    DeepSpeed also reduces their gradients in fp32. `zero` is the section `zero_optimization` for ZeRO stage 1 or 2.
 
     Raises:
-        ConfigError: at ZeRO-2 in two cases: no trained parameter is fp32, or `reduce` is "fp32" and a bf16 matrix does not
-            fit into a gradient bucket.
+        ConfigError: at ZeRO-2, if no trained parameter is fp32, or `reduce` is "fp32" and a bf16 matrix does not fit into a
+            gradient bucket.
     """
     from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 

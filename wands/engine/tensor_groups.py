@@ -1,7 +1,7 @@
 """The process groups of tensor parallelism in the form in which DeepSpeed asks for them: its argument `mpu`.
 
-DeepSpeed partitions and averages over the data-parallel group. It adds the norms of the gradients of divided parameters over
-the model-parallel group, and counts the other parameters on the first rank of this group only.
+DeepSpeed partitions and averages over the data-parallel group. It adds the norms of the gradients of divided parameters over the
+model-parallel group, and counts the other parameters on the first rank of this group only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from wands.distributed.dims import ProcessGroups
 
 
 class TensorGroups:
-    """Argument `mpu` of `deepspeed.initialize` (model parallelism unit) for tensor parallelism.
-
-    Args:
-        tensor: ranks that divide the weights of each block among themselves.
-        zero: ranks with the same part of each weight.
-    """
+    """Argument `mpu` of `deepspeed.initialize`: the tensor-parallel group, and the ranks with the same part of each weight."""
 
     def __init__(self, tensor: dist.ProcessGroup, zero: dist.ProcessGroup) -> None:
         self._tensor = tensor
@@ -33,31 +28,24 @@ class TensorGroups:
         return cls(groups.tensor, groups.zero)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the ranks among which ZeRO partitions the weights."""
         return self._zero
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks of the data-parallel group."""
         return dist.get_process_group_ranks(self._zero)
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of ranks of the data-parallel group."""
         return self._zero.size()
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank in the data-parallel group."""
         return self._zero.rank()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the ranks that divide the weights of each block among themselves."""
         return self._tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the tensor degree."""
         return self._tensor.size()
 
     def get_model_parallel_rank(self) -> int:
-        """Return the index of this rank in the model-parallel group."""
         return self._tensor.rank()
 
     # Other parts of DeepSpeed ask for the tensor-parallel group by its name in Megatron.

@@ -1,7 +1,4 @@
-"""Append rows to the log files of a run, such as `metrics.jsonl` and `events.jsonl`.
-
-A log that cannot be written never stops the training.
-"""
+"""Append rows to the log files of a run, such as `metrics.jsonl`. A log that cannot be written never stops the training."""
 
 from __future__ import annotations
 
@@ -27,18 +24,14 @@ _log = logging.getLogger(__name__)
 
 _FAILURE = "%s cannot be written (%s); free disk space. The training continues; the next step tries again."
 MAX_WAITING = 10_000
-"""Largest number of records (lines) that a log keeps in memory while its file cannot be written. Older records are lost."""
+"""Largest number of records that a log keeps in memory while its file cannot be written. Older records are lost."""
 
 
 class AppendLog:
     """Log file to which records (lines) are appended.
 
-    If a write fails, the records stay in memory and are written with the next record. The first failed write causes an error
-    message. The first write that succeeds again causes a second message. The file is opened for each write, so that a deleted
-    file or folder is created again.
-
-    Args:
-        path: the file, which is created with the first record.
+    Records that cannot be written stay in memory until the next one. The first failure and the first success after it are logged.
+    The file is opened for each write, so that a deleted file or folder is created again.
 
     Raises:
         WandsError: if `path` is a link, a named pipe or another thing that is no file.
@@ -53,7 +46,7 @@ class AppendLog:
         self._failed = False
 
     def append(self, *records: bytes) -> None:
-        """Append records (lines) to the file. A failed write raises no error; the next call writes these records first."""
+        """Append records to the file. A failed write raises no error; the next call writes these records first."""
         self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
         self._waiting.extend(records)
         try:
@@ -69,7 +62,7 @@ class AppendLog:
             self._failed = True
 
     def close(self) -> None:
-        """Try again to write the records (lines) that could not be written. If this fails, log how many are missing."""
+        """Try again to write the records that could not be written. If this fails, log how many are missing."""
         if self._waiting:
             self.append()
         if self._waiting:
@@ -94,18 +87,10 @@ def to_line(row: Mapping[str, Any]) -> bytes:
 
 
 def continue_rows(path: Path, start_step: int, *keys: str) -> tuple[list[dict[str, Any]], AppendLog]:
-    """Open a `.jsonl` file to append rows, after removing the rows that a resumed run writes again.
+    """Return the rows of a `.jsonl` file without those of the steps after `start_step`, and the log to append to.
 
-    The resumed run repeats the steps after `start_step`. The rows of these steps are removed, except rows of events that
-    the repeated steps do not write again, such as a restart. Damaged lines are moved to a file with the suffix `.damaged`.
-
-    Args:
-        path: the file.
-        start_step: number of optimizer steps that the run has made.
-        keys: keys that each row has, in addition to "step".
-
-    Returns:
-        (remaining rows, log to which rows can be appended).
+    A resumed run repeats these steps. Their rows are removed from the file, except events that the steps do not write again, such
+    as a restart. Lines that are damaged or lack one of `keys` are moved to a file with the suffix `.damaged`.
 
     Raises:
         WandsError: if the file contains rows to remove, but cannot be written.
@@ -148,21 +133,11 @@ def _read_log(path: Path, keys: Sequence[str] = ()) -> tuple[list[dict[str, Any]
 
 
 class EventLog:
-    """Log of the events of a run. Rank 0 writes the log; on other ranks, the methods do nothing.
+    """Log of the events of a run, written by rank 0. `step` is the current step, which is stored with each event.
 
-    The constructor writes the first event: `restart` after a crash, otherwise `start`. A crash means that the previous launch of
-    the run neither reached the last step nor stopped on request. If an exception leaves the `with` block, the log writes an
-    `error` event.
-
-    Args:
-        output_dir: run folder. If the run resumes, create this log before the `StepLog`: the `restart` event contains the last
-            step in `metrics.jsonl`, and the `StepLog` removes the last rows from this file.
-        rank: rank of this process.
-        step: number of optimizer steps that the run has made.
-        facts: values of the first event, such as the number of ranks.
-
-    Attributes:
-        step: number of the current step. `write` stores this number with each event.
+    The first event, with `facts` such as the number of ranks, is `restart` if the previous launch neither reached the last step
+    nor stopped on request, otherwise `start`. An exception that leaves the `with` block is written as `error`. Create this log
+    before the `StepLog`: a `restart` event names the last step in `metrics.jsonl`, whose last rows the `StepLog` removes.
     """
 
     def __init__(self, output_dir: Path, rank: int, step: int, facts: Mapping[str, Any]) -> None:
@@ -190,7 +165,6 @@ class EventLog:
             self.write("error", reason=one_line(error))
 
     def write(self, event: str, **values: Any) -> None:
-        """Append a row to `events.jsonl`: the current step, the kind of the event, the Unix time, and `values`."""
         if self._log is not None:
             row = {"step": self.step, "event": event, "time": round(time.time(), 3)}
             with self._lock:
@@ -203,15 +177,9 @@ class EventLog:
 
 
 def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
-    """Return the steps of a run's restarts and skipped updates, for model cards and plots.
+    """Return the steps up to `last_step` of a run's events "restart" and "skipped update", for model cards and plots.
 
-    Args:
-        output_dir: run folder.
-        last_step: last step to include. Events of later steps are left out.
-
-    Returns:
-        A dict that maps "restart" and "skipped update" to lists of steps. If slow ranks were reported, "slow-rank report" maps
-        to the steps of these reports. The dict is empty if the run folder has no events.
+    "slow-rank report" is added if there are any. The dict is empty if the run folder has no events.
     """
     rows = [row for row in _read_log(output_dir / "events.jsonl")[0] if row["step"] <= last_step]
     restarts = [row["step"] for row in rows if row.get("event") == "restart"]

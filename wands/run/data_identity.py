@@ -32,7 +32,7 @@ class DataIdentity:
 
     @classmethod
     def of(cls, recipe: Recipe, data: Dataset, num_tokens: np.ndarray) -> DataIdentity:
-        """Compute the identity of a recipe's data. `num_tokens` is the number of tokens of each sample, int64 [N]."""
+        """Compute the identity of a recipe's data, whose samples have `num_tokens` tokens, int64 [N]."""
         return cls(
             fingerprint=_fingerprint(recipe, data, num_tokens),
             contents=_contents(recipe, data),
@@ -44,7 +44,7 @@ def summarize_data(data: Dataset, num_tokens: np.ndarray, excluded: Collection[s
     """Return numbers about the training data. A clip counts once, however often an epoch repeats it.
 
     The keys are "num_samples", "num_tokens" and "licenses": (license, number of clips) of the 20 most frequent licenses, then
-    "others" and "not stated" if needed. The list is empty if no clip states a license.
+    "others" and "not stated" if needed; empty if no clip states a license.
     """
     rows = zip(data.keys, num_tokens.tolist(), data.licenses, strict=True)
     clips = {key: rest for key, *rest in rows if key not in excluded}

@@ -22,7 +22,6 @@ class RunModel:
 
     Attributes:
         config: diffusers config of the DiT.
-        variant: kind of Wan model.
         experts: the trained DiTs. Each step updates them one after the other.
         weights: parameters of one trained DiT, equal for all trained DiTs.
         has_files: False in a dry run of a model that is not downloaded.
@@ -36,7 +35,6 @@ class RunModel:
 
     @property
     def shape(self) -> DiTShape:
-        """Sizes of the DiT, such as its width and number of layers."""
         return self.variant.dit
 
     @cached_property
@@ -46,10 +44,9 @@ class RunModel:
 
 
 def base_fingerprint(recipe: Recipe, experts: Sequence[Expert]) -> str | None:
-    """Return a digest of some values of the base weights and of the merged LoRAs. None for random base weights.
+    """Return a digest of some base weights and of the merged LoRAs, by which a resumed LoRA run notices that they have changed.
 
-    A resumed LoRA run compares it with its checkpoint, to detect that the base weights have changed. A full finetune has the
-    digest None, because its checkpoints contain all weights.
+    None for random base weights, and for a full finetune, whose checkpoints contain all weights.
     """
     model = recipe.model
     if recipe.lora is None or model.init == "random":

@@ -16,22 +16,17 @@ from wands.flow.rng import SampleKey
 from wands.objectives.objective import ClipCosts, ClipFacts, Objective
 
 NumCondTokens = Callable[[SampleKey, tuple[int, int, int]], int]
-"""Function that returns how many tokens of a use of a clip are given to the model, from its key and token grid."""
+"""Function from the key and token grid of a use of a clip to the number of tokens that are given to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """All steps of a run, with the weights of their clips in the loss.
-
-    A row of the data is one use of a clip in an epoch.
+    """All steps of a run, with the weights of their clips in the loss. A row of the data is one use of a clip in an epoch.
 
     Attributes:
-        sampler: plans the bins of every step.
-        objective: states the weight of each clip.
-        data: the training data.
-        clips: result of `plan_clips`: token grid and expected number of trained tokens of every row.
+        clips: result of `plan_clips`.
         costs: tokens and attention pairs of every row in one forward pass.
-        num_cond_tokens: whether the first frame of a use of a clip is given, as a number of tokens.
+        num_cond_tokens: number of tokens of the first frame, where it is given.
     """
 
     sampler: PlanSampler
@@ -63,17 +58,14 @@ class Schedule:
         return mean * plan.mean_samples
 
     def count(self, plan: StepPlan) -> float:
-        """Return the number by which the summed loss of a step is divided before it is logged: the weight of its clips.
-
-        The number is 1 for a step without trained tokens.
-        """
+        """Return the weight of a step's clips, by which its summed loss is divided for the log; 1 without trained tokens."""
         rows = list(chain.from_iterable(plan.bins))
         trained = [float(self._unmasked_tokens[i]) - self._num_given(plan, i) for i in rows]
         clips = ClipFacts(grids=self.clips.grids[rows], trained_tokens=np.array(trained))
         return float(self.objective.weights(clips).sum()) or 1.0
 
     def imbalance(self, bins: Step, dp_size: int) -> float:
-        """Return how uneven the work of a step is: the cost of the slowest ranks / the mean cost of all ranks. 1 is optimal."""
+        """Return the cost of the slowest ranks in a step / the mean cost of all ranks. 1 is optimal."""
         return imbalance([bins], dp_size, self.sampler.bin_cost)
 
     @cached_property
@@ -97,10 +89,7 @@ class Schedule:
 def plan_clips(data: Dataset, patch_size: tuple[int, int, int], first_frame_ratio: float) -> ClipFacts:
     """Return the token grid and the expected number of trained tokens of every row of the data.
 
-    Args:
-        data: training data.
-        patch_size: size of a token in latent (frames, rows, columns).
-        first_frame_ratio: share of the uses of a clip in which its first frame is given to the model, and not trained.
+    `first_frame_ratio` is the share of the uses of a clip in which its first frame is given, and not trained.
     """
     grids = data.latent_shapes.astype(np.int64) // patch_size
     given = first_frame_ratio * first_frame_tokens(data, grids)

@@ -23,13 +23,8 @@ from wands.variants import TEXT_LEN
 def step_flops(model: RunModel, schedule: Schedule, bins: Sequence[Sequence[int]]) -> int:
     """Return the matmul FLOPs of one step over all ranks, for all passes of each trained DiT. Recomputation is not counted.
 
-    A backward pass counts as two forward passes. A frozen weight needs no weight gradient, which saves a third of
-    the FLOPs of its linear layer.
-
-    Args:
-        model: model of the run.
-        schedule: schedule of the run.
-        bins: bins of the step, each as the rows of its samples.
+    A backward pass counts as two forward passes. A frozen weight needs no weight gradient, which saves a third of the FLOPs of
+    its linear layer. Each bin is given as the rows of its samples.
     """
     costs = schedule.costs
     forward = 0
@@ -49,12 +44,7 @@ def step_flops(model: RunModel, schedule: Schedule, bins: Sequence[Sequence[int]
 
 
 def objective_load(objective: Objective, costs: ClipCosts) -> dict[str, Any]:
-    """Return the passes and the attention of an objective, as keyword arguments of `Workload`.
-
-    Args:
-        objective: objective of the run.
-        costs: costs of the clips of the run, result of `Objective.costs`.
-    """
+    """Return the passes and the attention of an objective, as keyword arguments of `Workload`."""
     squares = (costs.tokens.astype(np.float64) ** 2).sum()
     return {"forwards": objective.forwards, "pair_share": float(costs.pairs.sum() / squares)}
 
@@ -71,19 +61,7 @@ def run_workload(
     degrees: ContextDegrees,
     device_type: str,
 ) -> Workload:
-    """Return the sizes of a run that determine its memory and step time.
-
-    Args:
-        recipe: recipe with all defaults filled in.
-        ds_config: result of `build_ds_config`.
-        model: model of the run.
-        data: training data.
-        schedule: schedule of the run.
-        samples: requests for the sample videos of the run.
-        world_size: number of ranks.
-        degrees: Ulysses degree and ring degree.
-        device_type: "cuda" or "cpu".
-    """
+    """Return the sizes of a run that determine its memory and step time. `device_type` is "cuda" or "cpu"."""
     sampler = schedule.sampler
     packs = recipe.packing.enabled
     bins = [bin for step in sampler.epoch_plan(sampler.start[0]).steps for bin in step if bin]

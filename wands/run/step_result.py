@@ -16,17 +16,14 @@ from wands.flow.rng import SampleKey
 class StepResult:
     """Result of one optimizer step on one rank.
 
-    `loss`, `errors` and `norm` stay on the device. The properties `grad_norm` and `samples` copy values to the host, which
-    makes the host wait for the device.
+    `loss`, `errors` and `norm` stay on the device; `grad_norm` and `samples` make the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar; 0 on all but the first rank of a tensor-parallel group,
-            whose ranks have the same tokens. The logged loss is the sum of these scalars over
-            all ranks, divided by the number of samples or tokens of the step (`Schedule.count`).
-        clips: (key, noise level, weight) of each sample that this rank trains on. The key consists of the sample id, the
-            epoch and the number of the sample's earlier uses in the epoch. The weight is the `loss_weight` of the sample's
-            data source, or 0 for a padding sample. A padding sample lets a rank without data make as many forward passes as
-            the other ranks.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar; 0 on all but the first rank of a tensor-parallel group.
+            The logged loss is the sum over all ranks / `Schedule.count`.
+        clips: ((sample id, epoch, repeat), noise level, weight) of each sample that this rank trains on. The weight is the
+            `loss_weight` of the data source, or 0 for a padding sample, which lets a rank without data make as many forward
+            passes as the others.
         errors: mean squared error over the trained tokens of each item of `clips`, fp64.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
@@ -42,16 +39,15 @@ class StepResult:
 
     @cached_property
     def grad_norm(self) -> float:
-        """Norm of the whole gradient of the step before clipping: the value of `norm` as a Python number."""
+        """Value of `norm` as a Python number."""
         return float(self.norm)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Loss of each sample that this rank trains on, without padding samples.
 
-        The keys of each dict are `sample_id`, `repeat_index` (0, 1, ... for the uses of the sample in the epoch), `epoch`,
-        `sigma` (the noise level) and `loss`. The loss is the mean squared error over the trained tokens, weighted by the mask
-        if the sample has one. The loss weights of data sources and of noise levels are not applied.
+        The keys are `sample_id`, `repeat_index`, `epoch`, `sigma` (the noise level) and `loss`: the mean squared error over the
+        trained tokens, weighted by the mask if there is one, but not by data source or noise level.
         """
         return [
             {**vars(key), "sigma": sigma, "loss": loss}

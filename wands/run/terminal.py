@@ -1,7 +1,4 @@
-"""Show the progress of a run: a live line on a terminal, otherwise lines of text.
-
-If nothing was printed for 30 s, a line with the current work is printed.
-"""
+"""Show the progress of a run: a live line on a terminal, otherwise lines of text."""
 
 from __future__ import annotations
 
@@ -21,13 +18,10 @@ SILENCE = 30.0
 
 
 class Terminal:
-    """Output of a run for the user. A call of the object prints a text, so the object can be used as a `Log` function.
+    """Output of a run for the user. A call prints a text, so the object can be used as a `Log` function.
 
-    On a terminal, the package rich keeps a live line with the progress at the bottom. All other output of this process
-    appears above this line. A terminal that cannot move the cursor (TERM=dumb) gets no live line.
-
-    Args:
-        echo: function that prints a text on rank 0; None on the other ranks, which print nothing.
+    On a terminal, the package rich keeps a live line at the bottom, with all other output of this process above it. A terminal
+    that cannot move the cursor (TERM=dumb) gets no live line. `echo` is None on all ranks but 0, which print nothing.
     """
 
     def __init__(self, echo: Log | None) -> None:
@@ -49,11 +43,7 @@ class Terminal:
             self._echo(text)
 
     def show(self, text: str) -> bool:
-        """Replace the text of the live line, which shows the progress below all other output.
-
-        Return whether this process has a live line: True on rank 0 if the output is a terminal that supports a live line.
-        Without a live line, do nothing and return False.
-        """
+        """Replace the text of the live line. Return False if this process has none."""
         if self._live.is_started:
             self._last = time.monotonic()
             with suppress(OSError):
@@ -61,17 +51,12 @@ class Terminal:
         return self._live.is_started
 
     def heartbeat(self, work: str, seconds: float) -> None:
-        """Show the current work and its duration so far, if nothing was printed for `SILENCE` seconds.
-
-        Args:
-            work: name of the current work, such as "step 5".
-            seconds: duration of the work so far.
-        """
+        """Show the current work and its seconds so far, if nothing was printed for `SILENCE` seconds."""
         text = f"{work}: {seconds:.0f} s so far"
         if time.monotonic() - self._last > SILENCE and not self.show(text):
             self(text)
 
     def close(self) -> None:
-        """Remove the live line, which shows the progress, from the terminal."""
+        """Remove the live line."""
         with suppress(OSError):
             self._live.stop()

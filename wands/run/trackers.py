@@ -27,11 +27,7 @@ _MEDIA = {"Image": ("tensorboard", "wandb", "trackio", "swanlab"), "Video": ("wa
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ConfigError if the package of a tracker is not installed.
-
-    Args:
-        names: `logging.trackers` of the recipe. The package of a tracker has the name of the tracker.
-    """
+    """Raise a ConfigError if the package of a tracker, which has the name of the tracker, is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         packages = " ".join(missing)
@@ -42,16 +38,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
+    """Experiment trackers of a run on rank 0, from its first step `step` on; on other ranks, the methods do nothing.
 
-    A tracker that fails never stops the training. Its first failure is logged as a warning. After a failed call, the tracker
-    pauses for ten times the duration of the call, and does not get the values that are logged during the pause. The next call
-    after the pause starts the tracker again.
-
-    Args:
-        recipe: recipe of the run.
-        rank: rank of this process.
-        step: first step of this process. A resumed run continues its curves.
+    A tracker that fails never stops the training. Its first failure is logged as a warning. After a failed call, it pauses for
+    ten times the duration of the call, and does not get the values of this time. The next call starts it again.
     """
 
     def __init__(self, recipe: Recipe, rank: int, step: int) -> None:
@@ -68,42 +58,32 @@ class Trackers:
             self._try(name, lambda: None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add numbers to the curves. `values` maps the name of a curve, such as "train/loss", to its value."""
+        """Add values to the curves with these names, such as "train/loss"."""
         for name, tracker in self._of_step(step, tuple(self._trackers)):
             self._try(name, partial(tracker.log, dict(values), step=step))
 
     def log_media(self, step: int, kind: Literal["Image", "Video"], values: Mapping[str, Any]) -> None:
-        """Send images or videos to the trackers that support them.
+        """Send images (uint8 [H, W, 3]) or videos (paths of mp4 files), by name, to the trackers that support them.
 
-        Args:
-            step: number of optimizer steps that the run has made.
-            kind: "Image" or "Video". TensorBoard gets images as arrays. Any other tracker gets an object of a class in the
-                tracker's package, such as `wandb.Image` or `wandb.Video`.
-            values: maps the name of an image to a uint8 array [H, W, 3], or the name of a video to the path of an mp4 file.
+        TensorBoard gets images as arrays, other trackers objects of their package, such as `wandb.Image`.
         """
         for name, tracker in self._of_step(step, _MEDIA[kind]):
             self._try(name, partial(_send_media, tracker, step, kind, values))
 
     def close(self) -> None:
-        """Finish the trackers. A tracker may wait here until everything is uploaded."""
+        """Finish the trackers, which may wait here until everything is uploaded."""
         for name in tuple(self._started):
             self._try(name, self._trackers[name].finish)
         self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return (name, tracker) of each tracker in `names` that needs the values of a step.
-
-        A resumed run can repeat steps whose values wandb already has. For these steps, wandb is left out of the result.
-        """
+        """Return (name, tracker) of the trackers that need the values of a step: wandb may have them from an earlier process."""
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
         return [(k, tracker) for k, tracker in self._trackers.items() if k in names and not is_past.get(k)]
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Start a tracker if it is not running, then call `action`, which sends something to the tracker.
-
-        A failure pauses the tracker for 10 times the duration of the failed call. Only the first failure of a tracker is logged.
-        """
+        """Call `action`, with the tracker started. A failure pauses the tracker; only its first one is logged."""
         began = time.monotonic()
         tracker = self._trackers[name]
         if began < self._retry_at.get(name, 0):
@@ -130,15 +110,7 @@ class Trackers:
 
 
 def _build(name: str, config: LoggingConfig, folder: Path, step: int) -> Any:
-    """Return a tracker that is not started yet.
-
-    Args:
-        name: name of the tracker, such as "wandb".
-        config: `logging` section of the recipe.
-        folder: run folder.
-        step: first step of this process. TensorBoard hides the values that an earlier process wrote for this step and later
-            steps.
-    """
+    """Return a tracker that is not started. TensorBoard hides values that an earlier process wrote from `step` on."""
     run_name = config.run_name or folder.resolve().name
     if name == "tensorboard":
         _quiet_writer()

@@ -1,7 +1,4 @@
-"""Load the data of the next steps, and prepare it for the objective, while the device computes the current step.
-
-Each rank loads only its rank slice, the part of a packed batch that the rank trains on.
-"""
+"""Load the data of the next steps, and prepare it for the objective, while the device computes the current step."""
 
 from __future__ import annotations
 
@@ -33,17 +30,7 @@ StepData = tuple[StepPlan, list[list[MicroBatch]]]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReader:
-    """Reads the data that one rank trains on.
-
-    Attributes:
-        data: training data.
-        collator: collator that packs samples into batches.
-        sampler: plans the bins of every step.
-        objective: prepares the inputs and targets of a bin.
-        experts: the trained DiTs.
-        packs: `packing.enabled`. Without packing, a micro step has one sample.
-        dims: parallel dimensions of the rank.
-    """
+    """Reader of the data that one rank trains on. Without packing (`packs`), a micro step has one sample."""
 
     data: Dataset
     collator: PackingCollator
@@ -54,10 +41,10 @@ class BatchReader:
     dims: ParallelDims
 
     def rank_slices(self, plan: StepPlan) -> list[RankSlice]:
-        """Read and pack the samples of a step. Return one rank slice per micro step. No communication.
+        """Return the rank slice of each micro step of a step. No communication.
 
-        ZeRO-3 needs the same number of forward passes on every rank. Without packing, a rank with fewer samples than another
-        rank therefore gets additional micro steps with an empty bin, whose loss has weight 0.
+        ZeRO-3 needs the same number of forward passes on every rank. Without packing, a rank with fewer samples therefore gets
+        additional micro steps with an empty bin, whose loss has weight 0.
         """
         micro_steps = assign_bins(plan.bins, self.dims.dp_size, self.sampler.bin_cost)
         bins_of_ranks = list(zip(*micro_steps, strict=True))
@@ -70,7 +57,7 @@ class BatchReader:
         return [self._read(plan, bin) for bin in bins]
 
     def micro_batches(self, plan: StepPlan) -> list[list[MicroBatch]]:
-        """Read and prepare the data of a step: for each trained DiT, the data of each micro step."""
+        """Return the data of each micro step of a step, for each trained DiT."""
         slices = self.rank_slices(plan)
         without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
         batches = []
@@ -86,17 +73,12 @@ class BatchReader:
         pins: bool = False,
         on_failure: Callable[[WandsError], object] | None = None,
     ) -> Generator[StepData, None, None]:
-        """Yield (plan, batches of each DiT) for every remaining step.
+        """Yield (plan, batches of each DiT) for every remaining step after `start_step`.
 
-        The data of a step is yielded when the data of the next step has been read. If a read fails, this rank therefore
-        knows it one step before the data is missing, and all ranks can stop together after that step.
-
-        Args:
-            start_step: number of optimizer steps that the run has made.
-            num_ahead: number of steps beyond the next one that a thread reads ahead; 0 for no thread.
-            pins: whether to store the data in pinned memory, from which a GPU copies while it computes.
-            on_failure: function that is called with the error if the data of a step cannot be read, before the data of the
-                step before it is yielded. Nothing is yielded afterwards. None raises the error there.
+        A step is yielded once the next one has been read, so that a rank knows of a failed read one step early, and all ranks can
+        stop together after that step. A thread reads `num_ahead` steps beyond the next one; 0 means no thread. `pins` stores the
+        data in pinned memory, from which a GPU copies while it computes. `on_failure` gets the error of a failed read before the
+        last step is yielded; without it, the error is raised there.
 
         Raises:
             WandsError: if the data of the first step cannot be read.
@@ -161,17 +143,10 @@ def read_rows_of_bin(
     epoch: int,
     dims: ParallelDims,
 ) -> RankSlice:
-    """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
+    """Return the rank slice of a bin of samples, each given as (data set, index in the data set).
 
-    Latent frames without tokens of this rank are not read.
-
-    Args:
-        collator: collator that packs the samples.
-        rows: (data set, index of the sample in the data set) of each sample.
-        repeat_indices: for each sample, the number of its earlier uses in the epoch. Together with the epoch, it selects
-            the random numbers of the sample.
-        epoch: epoch that selects the random numbers of the samples.
-        dims: parallel dimensions of the rank.
+    Latent frames without tokens of this rank are not read. `epoch` and `repeat_indices` (the repeat of each sample) select the
+    random numbers of the samples.
     """
     patch = collator.shape.patch_size
     grids = [grid_size(data.latent_shape(i), patch) for data, i in rows]

@@ -20,12 +20,10 @@ class Checkpoints(Job):
     """Job that saves the checkpoints of a run.
 
     Args:
-        saver: writes the checkpoints.
         state: state of the run before its first step.
-        bad_steps: current value of `BadSteps.state`.
+        bad_steps: value of `BadSteps.state`, which changes with each step.
         history: (step, loss) pairs of the run so far, on rank 0.
-        keep_best: `checkpoint.keep_best`: whether a step with the lowest held-out loss so far is saved.
-        watchdog: watchdog of this process.
+        keep_best: value of `checkpoint.keep_best`.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class Checkpoints(Job):
         self._watchdog = watchdog
 
     def saves(self, step: FinishedStep) -> bool:
-        """Return whether a checkpoint of the step is saved."""
         is_best = step.is_best and self._keep_best
         return step.ends or is_best or step.save_requested or self._saver.is_due(step.number)
 
@@ -75,13 +72,8 @@ class Checkpoints(Job):
 
 
 class RankComparison(Job):
-    """Job that compares the plan and the weights between the ranks.
-
-    It compares before a save, so that no checkpoint contains the weights of ranks that differ.
-
-    Args:
-        training: the training process.
-        checkpoints: job that saves.
+    """Job that compares the plan and the weights between the ranks, also before each save, so that differing weights are not
+    saved.
     """
 
     def __init__(self, training: Training, checkpoints: Checkpoints) -> None:
@@ -104,14 +96,7 @@ class RankComparison(Job):
 
 
 class Pushes(Job):
-    """Job that writes the event of a new checkpoint, and pushes the checkpoint to the Hub in the background.
-
-    Args:
-        training: the training process.
-        push: pushes the checkpoints.
-        saved: returns the folder of the newest checkpoint.
-        watchdog: watchdog of this process, whose messages name the newest checkpoint.
-    """
+    """Job that writes the event of a new checkpoint (`saved` returns the newest), and pushes it to the Hub in the background."""
 
     belongs_to_step = True
 

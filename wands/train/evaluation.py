@@ -1,7 +1,7 @@
 """Evaluate the loss of fixed clips with fixed noise during the training, under the run's own ZeRO stage and parallelism.
 
-The noise of a clip depends only on the seed, the clip and the noise level, and is never used for training. So the losses do
-not depend on the number of processes, packing or restarts. A difference between two evaluations comes from the weights.
+The noise depends only on seed, clip and noise level, and training never uses it. So the losses do not depend on the number of
+processes, packing or restarts, and a difference between two evaluations comes from the weights.
 """
 
 import math
@@ -38,12 +38,10 @@ from wands.variants import DiTShape
 from wands.watch.watchdog import Watchdog
 
 EPOCH = -1
-"""Epoch number from which the noise of evaluations is drawn. Training uses the epochs 0, 1, 2 and so on."""
+"""Epoch from which the noise of evaluations is drawn; training uses 0, 1, 2 and so on."""
 _T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 _Z_QUANTILE = 1.959964
-"""97.5 % quantile of the normal distribution. `_T_QUANTILES` contains the 97.5 % quantiles of Student's t distribution with 1 to
-10 degrees of freedom.
-"""
+"""97.5 % quantile of the normal distribution; `_T_QUANTILES` has those of Student's t with 1 to 10 degrees of freedom."""
 
 Row = dict[str, Any]
 
@@ -65,13 +63,7 @@ class Verdict(NamedTuple):
 class Evaluator(Job):
     """Job that evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and curves.
 
-    A resumed run appends to the `evaluations.jsonl` of its run folder.
-
-    Args:
-        run: a run with an `eval` section.
-        training: engines and moving averages of the run.
-        step_log: log of the steps. It shows the newest held-out loss on the terminal.
-        watchdog: watchdog of this process, which limits the time of each forward pass.
+    A resumed run appends to its `evaluations.jsonl`. The watchdog limits the time of each forward pass.
     """
 
     def __init__(self, run: PreparedRun, training: Training, step_log: StepLog, watchdog: Watchdog) -> None:
@@ -103,10 +95,7 @@ class Evaluator(Job):
         step.lacks_evaluation = verdict.is_left_out
 
     def _open(self) -> EvaluationPlan:
-        """Read the evaluation plan of the run folder or make a new plan, and open `evaluations.jsonl`.
-
-        Only rank 0 calls this method. A new run, or a resumed run with other `eval` settings, gets a new plan.
-        """
+        """Read or make the evaluation plan, and open `evaluations.jsonl`, on rank 0."""
         run = self._run
         plan_file = run.output_dir / PLAN_FILE
         results = run.output_dir / "evaluations.jsonl"
@@ -126,11 +115,7 @@ class Evaluator(Job):
     def is_missing(self, step: int) -> bool:
         """Return whether this process must evaluate before its first step. The result is equal on all ranks.
 
-        It must evaluate if `evaluations.jsonl` has no rows, or if an evaluation is due at `step` and `evaluations.jsonl` has
-        no row for this step.
-
-        Args:
-            step: number of optimizer steps that the run has made.
+        It must if `evaluations.jsonl` has no rows, or no row for `step` although an evaluation is due there.
         """
         steps = gather_objects({row["step"] for row in self._rows})[0]
         is_last = step == self._training.total_steps
@@ -140,14 +125,7 @@ class Evaluator(Job):
         return step % self._config.every == 0
 
     def evaluate(self, step: int) -> Verdict:
-        """Evaluate the weights and their moving average. Every rank must call this method between two steps.
-
-        Args:
-            step: number of optimizer steps that the run has made.
-
-        Returns:
-            What the evaluation decides about the run.
-        """
+        """Evaluate the weights after `step` steps and their moving average. Every rank must call this between two steps."""
         training = self._training
         packing = self._run.recipe.packing
         rows = list[Row]()
@@ -173,11 +151,7 @@ class Evaluator(Job):
         return gather_objects(self._report(rows) if training.rank == 0 else None)[0] or Verdict()
 
     def _proceed(self, step: int, failure: WandsError | None) -> bool:
-        """Report progress of the evaluation at `step` to the watchdog. Return False if a rank was asked to stop the run, or could
-        not read its clips.
-
-        Every rank must call this method.
-        """
+        """Report progress to the watchdog, on every rank. Return False if a rank must stop or could not read its clips."""
         if failure is not None:
             self._watchdog.stop_for(failure)
         self._watchdog.begin_work(f"the evaluation of step {step}")
@@ -186,13 +160,7 @@ class Evaluator(Job):
         return not stops.item()
 
     def _report(self, rows: Sequence[Row]) -> Verdict:
-        """Write the results of an evaluation. Return whether the held-out loss of the last row is the lowest so far, and
-        whether `eval.patience` ends the run. Only rank 0 calls this method.
-
-        Args:
-            rows: rows for `evaluations.jsonl`: one for the trained weights, and one for their moving average if there is
-                a moving average.
-        """
+        """Write the rows of an evaluation on rank 0, and judge the last one."""
         self._rows += rows
         self._step_log.held_out = rows[-1][HELD_OUT]
         self._log_file.append(*map(to_line, rows))
@@ -243,11 +211,8 @@ def measure(
         max_tokens: largest number of tokens of a forward pass; 0 for one clip in each forward pass.
         groups: process groups of this rank.
         device: device of this rank.
-        proceed: function that is called before each forward pass with the error of a failed read or None, and returns whether
-            to continue. None raises the error.
-
-    Returns:
-        Loss of each sample, in the order of `samples`; None if `proceed` returned False.
+        proceed: function that gets the error of a failed read or None before each forward pass, and returns whether to continue;
+            the result of `measure` is None if it returns False. None raises the error.
     """
     losses = torch.zeros(len(samples), dtype=torch.float64, device=device)
     for part, bin in own_bins(samples, collator.shape, max_tokens, groups.dims):
@@ -288,8 +253,8 @@ def own_bins(
 ) -> list[tuple[str, list[int]]]:
     """Return (subfolder of a DiT, indices into `samples`) for each forward pass of this rank.
 
-    ZeRO-3 needs the same number of forward passes of each DiT on every rank. So a rank with fewer samples also makes forward
-    passes without samples, whose lists of indices are empty.
+    ZeRO-3 needs the same number of forward passes of each DiT on every rank, so a rank with fewer samples also makes passes
+    without samples, whose lists of indices are empty.
     """
     own = []
     for (expert, _), group in groupby(enumerate(samples), key=lambda item: (item[1].expert, item[1].kind)):
@@ -315,24 +280,16 @@ def summarize(
 ) -> Row:
     """Return the mean losses of an evaluation: a row of `evaluations.jsonl` without "step", "weights" and "seconds".
 
-    Args:
-        plan: clips and noise levels.
-        samples: result of `EvaluationPlan.samples`. A sample is a clip at one noise level, with one expert (a trained DiT) and
-            one condition: "text", "image" or "first frame".
-        losses: loss of each sample, the result of `measure`.
-        base: the value of the key `losses` of the first evaluation (mean loss of each clip), for comparison. None if this is
-            the first evaluation.
+    `losses` is the result of `measure`, and `base` the value of the key `losses` in the first evaluation (None if this is the
+    first). A mean without losses is None.
 
     Returns:
-        A dict with these keys. A mean loss is None if there is no loss to average.
-        `held_out`, `train`: mean loss of the held-out clips and of the training clips.
-        `gap`: `held_out` - `train`.
-        `change`, `train_change`: mean change of the loss since the first evaluation, for held-out clips and for training
-            clips, with its confidence interval (result of `paired_change`). None in the first evaluation.
-        `by`: mean losses of groups of samples: a dict that maps each kind of grouping to a list of groups. The groupings are
-            "sigma" (by expert and quantile of the noise level), "expert" (by expert), "kind" (by condition) and "length" (by
-            number of tokens). A group is a dict with the keys "name", "held_out" and "train" (mean losses), and "sigma"
-            (mean noise level of the group).
+        A dict with these keys.
+        `held_out`, `train`, `gap`: mean loss of the held-out clips, of the training clips, and the first minus the second.
+        `change`, `train_change`: `paired_change` since the first evaluation; None in the first evaluation.
+        `by`: maps each grouping to a list of groups: "sigma" (by expert and quantile of the noise level), "expert", "kind" (by
+        condition) and "length" (by number of tokens). A group has the keys "name", "held_out", "train" and "sigma" (its mean
+        noise level).
         `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]
@@ -359,14 +316,7 @@ def summarize(
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the mean loss of the held-out clips and of the training clips: a dict with the keys "held_out" and "train".
-
-    A mean is None if there is no loss to average.
-
-    Args:
-        plan: clips of the evaluation, each of which is marked as "held_out" or "train".
-        losses: (index of the clip in the plan, loss) pairs.
-    """
+    """Return the mean loss of each side from (index of the clip in the plan, loss) pairs."""
     sides = {side: [loss for i, loss in losses if plan.clips[i].side == side] for side in (HELD_OUT, TRAIN)}
     return {side: float(np.mean(found)) if found else None for side, found in sides.items()}
 
@@ -376,17 +326,9 @@ def paired_change(
 ) -> dict[str, float | None] | None:
     """Return the mean change of the clips' losses between two evaluations, with its 95 % confidence interval.
 
-    The change of a clip is its loss in `values` minus its loss in `base`. The interval comes from Student's t distribution.
-
-    Args:
-        plan: clips of both evaluations.
-        side: "held_out" or "train", to select the clips to compare.
-        values: loss of each clip in `plan.clips`; None for a clip that was not evaluated.
-        base: loss of each clip in an earlier evaluation; None for a clip that was not evaluated.
-
-    Returns:
-        A dict with the keys "mean", "low" and "high" (ends of the interval). "low" and "high" are None for a single clip. The
-        result is None if no clip of the side was evaluated both times.
+    `values` and `base` are the new and the old loss of each clip in `plan.clips`, or None. The result has the keys "mean", "low"
+    and "high"; the interval comes from Student's t distribution, and is None for a single clip. The result is None if no clip of
+    the side was evaluated both times.
     """
     rows = zip(plan.clips, values, base, strict=True)
     differences = [a - b for clip, a, b in rows if clip.side == side and a is not None and b is not None]
@@ -403,18 +345,11 @@ def paired_change(
 
 
 def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
-    """Return the step of the last evaluation that clearly improved the held-out loss.
+    """Return the step of the last evaluation that clearly improved the held-out loss, or else of the first row; 0 without rows.
 
-    Each evaluation is compared with the last earlier evaluation that clearly improved the loss. If there is none, it is
-    compared with the first evaluation. The loss improves clearly if the 95 % confidence interval of its change is below 0.
-    With a single clip there is no interval, and the change itself must be below 0.
-
-    Args:
-        plan: clips of the evaluations.
-        rows: rows of `evaluations.jsonl` in the order of the steps, all for the same weights (raw or moving average).
-
-    Returns:
-        The step. If no evaluation clearly improved the loss, the step of the first row. Without rows, 0.
+    Each row is compared with the last earlier row that clearly improved the loss, or else with the first. The loss improves
+    clearly if the 95 % confidence interval of its change is below 0; for a single clip, if the change is. All rows must be for
+    the same weights, in the order of the steps.
     """
     best: Row = rows[0] if rows else {"step": 0}
     for row in rows[1:]:
@@ -425,7 +360,7 @@ def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
 
 
 def describe(row: Row) -> str:
-    """Return the results of an evaluation as one line of text for the user."""
+    """Return an evaluation's results as one line for the user."""
     words = [f"{name} {row[key]:.5f}" for key, name in ((HELD_OUT, "held-out"), (TRAIN, "train")) if row[key]]
     words += [f"gap {row['gap']:+.5f}"] if row["gap"] is not None else []
     if change := row["change"] or row["train_change"]:

@@ -1,7 +1,6 @@
 """Plan the evaluations of a run: fixed clips at fixed noise levels, chosen once before the first step.
 
-The plan depends only on the recipe, the data and the FLOPs of the planned training. It does not depend on measured times or on
-the number of processes.
+The plan depends only on recipe, data and FLOPs of the planned training, not on measured times or the number of processes.
 """
 
 from collections import Counter
@@ -28,10 +27,11 @@ HELD_OUT = "held_out"
 TRAIN = "train"
 PLAN_FILE = "evaluation.json"
 QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3, 1)}
-"""Maps each allowed number of noise levels to their quantiles. For example, 9 maps to 0.1, 0.2, ... 0.9."""
+"""Maps each allowed number of noise levels to their quantiles."""
 USUAL_CLIPS = 4
-"""Number of clips that an evaluation should have, if the budget and the data allow it. The answer whether a run learns needs a
-confidence interval over clips: a single clip has none, and the interval of two or three clips is wide."""
+"""Number of clips that an evaluation should have, if the budget and the data allow it. Whether a run learns needs a confidence
+interval over clips, which a single clip does not have, and which is wide for two or three.
+"""
 
 
 class EvaluationClip(StrictModel):
@@ -40,9 +40,7 @@ class EvaluationClip(StrictModel):
     Attributes:
         key: sample id of the clip.
         side: part of the data that contains the clip, "held_out" or "train".
-        num_tokens: number of video tokens.
-        sigmas: maps the subfolder of each trained DiT to the noise levels at which the clip is evaluated: one noise level for
-            each quantile in `EvaluationPlan.quantiles`.
+        sigmas: maps the subfolder of each trained DiT to the noise level at each quantile of `EvaluationPlan.quantiles`.
     """
 
     key: str
@@ -55,12 +53,9 @@ class EvaluationSample(NamedTuple):
     """A clip to evaluate at one noise level, with one DiT and one condition.
 
     Attributes:
-        expert: the DiT.
-        kind: condition of the sample: "text", "image" or "first frame".
+        kind: "text", "image" or "first frame".
         clip: index of the clip in `EvaluationPlan.clips`.
         quantile: index of the noise level's quantile in `EvaluationPlan.quantiles`.
-        sigma: noise level.
-        num_tokens: number of video tokens.
         row: (data set that contains the clip, index of the clip in this data set).
     """
 
@@ -78,8 +73,7 @@ class EvaluationPlan(StrictModel):
 
     Attributes:
         settings: recipe keys that determine the clips, with their values. If a value changes, a new plan is made.
-        quantiles: probabilities, such as 0.1 to 0.9. An evaluation uses the noise levels at these quantiles of the recipe's
-            distribution of noise levels.
+        quantiles: quantiles of the recipe's distribution of noise levels at which the clips are evaluated.
         share: planned FLOPs of all evaluations / planned FLOPs of the training.
         clips: clips to evaluate, held-out clips first.
     """
@@ -90,7 +84,7 @@ class EvaluationPlan(StrictModel):
     clips: list[EvaluationClip]
 
     def describe(self) -> str:
-        """Return a text with the numbers of clips and noise levels, and the evaluations' share of the run's FLOPs."""
+        """Return the numbers of clips and noise levels, and the evaluations' share of the run's FLOPs, as a text for the user."""
         counts = {side: sum(clip.side == side for clip in self.clips) for side in (HELD_OUT, TRAIN)}
         less = "" if len(self.quantiles) == 9 else " (9 would exceed eval.max_share)"
         return (
@@ -101,18 +95,10 @@ class EvaluationPlan(StrictModel):
     def samples(
         self, experts: Sequence[Expert], variant: Variant, data: Dataset, held_out: Dataset | None
     ) -> list[EvaluationSample]:
-        """Return the samples of an evaluation: each clip with each trained DiT, each condition (text, image or first frame)
-        and each noise level.
+        """Return the samples of an evaluation: each clip with each trained DiT, each of its conditions, and each noise level.
 
-        The noise levels of a clip differ between the trained DiTs: each DiT is evaluated inside the range that it trains on.
-        Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are also
-        left out.
-
-        Args:
-            experts: the trained DiTs.
-            variant: kind of Wan model.
-            data: training data.
-            held_out: held-out data; None without held-out clips.
+        A DiT is evaluated inside the range of noise levels that it trains on. Clips that are no longer in the data are left out,
+        and clips of a single frame where the first frame is the condition.
         """
         rows: dict[tuple[str, str], tuple[Dataset, int]] = {}
         for side, source in ((HELD_OUT, held_out), (TRAIN, data)):
@@ -138,22 +124,14 @@ class EvaluationPlan(StrictModel):
 
 
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
-    """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
+    """Return (number of noise levels, number of clips) for evaluations within a budget of FLOPs.
 
-    If the run evaluates held-out clips and training clips, "clip" means a pair here: one held-out clip and one training clip.
+    The result has the largest number of noise levels (9, 5, 3 or 1) that the budget allows for `USUAL_CLIPS` clips, or for all if
+    there are fewer, and then as many clips as the budget allows. If it does not allow these clips at one level, the same is tried
+    with one clip less, and so on; the result is at least (1, 1).
 
-    1. The function starts with `USUAL_CLIPS` clips, or with all clips if there are fewer.
-    2. It chooses the largest number of noise levels (9, 5, 3 or 1) that the budget allows for these clips.
-    3. If the budget does not allow these clips even at one noise level, the function repeats step 2 with one clip less.
-    4. With the chosen number of noise levels, the function adds more clips as long as the budget allows them.
-
-    Args:
-        costs: FLOPs of each clip or pair at a single noise level, summed over all evaluations of the run.
-        budget: largest number of FLOPs for all evaluations of the run.
-
-    Returns:
-        (number of noise levels of each clip, number of clips or pairs to use from the start of `costs`). (1, 1) if the budget
-        is too small for the first clip or pair at one noise level.
+    `costs` has the FLOPs of each clip at one noise level, summed over all evaluations of the run. A clip means a pair of a
+    held-out clip and a training clip if the run evaluates both.
     """
     sums = np.cumsum(np.array(costs, float))
     fitting = [(num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES]
@@ -162,11 +140,9 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 
 
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
-    """Return how many forward passes all evaluations of a run together make for one clip at one noise level.
+    """Return the number of forward passes that all evaluations of a run make for one clip at one noise level.
 
-    Each evaluation makes one forward pass for each trained DiT and each condition (text, image or first frame) with which the
-    model is evaluated. In a run with an `ema` section, each evaluation after step 0 makes these passes twice: with the weights
-    and with their moving average. `num_experts` is the number of trained DiTs.
+    An evaluation makes one for each trained DiT and condition; with an `ema` section twice that, except at step 0.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
@@ -174,11 +150,7 @@ def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts
 
 
 def plan_evaluation(run: PreparedRun) -> EvaluationPlan:
-    """Choose the clips and the noise levels for the evaluations of a run.
-
-    Args:
-        run: a run whose recipe has an `eval` section.
-    """
+    """Choose the clips and the noise levels for the evaluations of a run with an `eval` section."""
     recipe = run.recipe
     model = run.model
     sampler = run.schedule.sampler
@@ -221,20 +193,10 @@ def choose_clips(
     max_tokens: int,
     excluded: Collection[str],
 ) -> list[tuple[str, int]]:
-    """Choose clips of a data set for the evaluation.
+    """Return (key, number of video tokens) of up to `most` clips for the evaluation, in the order of the choice.
 
-    Return pairs (key of the clip, number of its video tokens) in the order of the choice.
-
-    Clips that the recipe key `data.exclude` names, and clips with more than `packing.max_tokens` tokens, are left out. The
-    order of the choice is pseudorandom: the clips are sorted by a hash of their keys. If several clips come from the same
-    source file, one clip of every source file is chosen before a second clip of any source file.
-
-    Args:
-        data: clips to choose from.
-        most: largest number of clips to return.
-        patch_size: size of a token in latent (frames, rows, columns).
-        max_tokens: largest number of tokens of a clip.
-        excluded: keys of clips that are not chosen.
+    Clips that are excluded or have more than `max_tokens` tokens are left out. The clips are sorted by a hash of their keys, and
+    one clip of every source file comes before a second clip of any.
     """
     rows = zip(data.keys, data.num_tokens(patch_size).tolist(), strict=True)
     lengths = {key: length for key, length in rows if length <= max_tokens and key not in excluded}
@@ -253,14 +215,9 @@ def add_levels(
     flow: FlowConfig,
     experts: Sequence[Expert],
 ) -> list[EvaluationClip]:
-    """Return the chosen clips with the noise levels at which each trained DiT is evaluated on them.
+    """Return the chosen (key, number of video tokens) pairs with the noise levels at which each trained DiT is evaluated.
 
-    Args:
-        side: part of the data that contains all chosen clips, "held_out" or "train".
-        chosen: (key, number of video tokens) of each clip.
-        quantiles: probabilities. The noise levels are at these quantiles of the recipe's distribution of noise levels.
-        flow: `flow` section of the recipe.
-        experts: the trained DiTs.
+    The levels are `quantiles` of the recipe's distribution of noise levels. `side` is "held_out" or "train".
     """
     clips = []
     for key, num_tokens in chosen:
@@ -273,10 +230,7 @@ def add_levels(
 
 
 def plan_cache(run: PreparedRun, most: int) -> EvaluationPlan:
-    """Plan the evaluation for `wands evaluate`: at most `most` clips of the run's data, at nine noise levels.
-
-    The plan treats these clips as held-out clips.
-    """
+    """Plan the evaluation for `wands evaluate`: at most `most` clips of the run's data, held out, at nine noise levels."""
     chosen = choose_clips(
         run.data,
         most,
@@ -289,7 +243,7 @@ def plan_cache(run: PreparedRun, most: int) -> EvaluationPlan:
 
 
 def plan_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe keys that determine the clips of the evaluation, such as "max_clips", with their values."""
+    """Return the recipe keys that determine the clips of the evaluation, with their values."""
     section = recipe.eval.model_dump(include={"max_share", "max_clips", "cache"}) if recipe.eval else {}
     return section | {"holdout": recipe.data.holdout}
 
@@ -297,8 +251,7 @@ def plan_settings(recipe: Recipe) -> dict[str, Any]:
 def get_plan(run: PreparedRun) -> tuple[EvaluationPlan, bool]:
     """Return the evaluation plan of a run, and whether the plan is new.
 
-    A resumed run continues with the plan in its folder, unless the plan cannot be read or the recipe's evaluation settings
-    have changed.
+    A resumed run continues with the plan in its folder, unless it cannot be read or the evaluation settings have changed.
     """
     with suppress(FileNotFoundError, ValidationError):  # missing or damaged
         plan = EvaluationPlan.model_validate_json((run.output_dir / PLAN_FILE).read_bytes())
@@ -308,15 +261,7 @@ def get_plan(run: PreparedRun) -> tuple[EvaluationPlan, bool]:
 
 
 def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:
-    """Check that there are held-out clips if the recipe sets `checkpoint.keep_best` or `eval.patience`.
-
-    Args:
-        recipe: recipe of the run.
-        held_out: held-out clips; None if the recipe has no `eval` section, or holds out no clip.
-
-    Raises:
-        ConfigError: if the recipe sets one of the two keys, but there are no held-out clips.
-    """
+    """Raise a ConfigError if `checkpoint.keep_best` or `eval.patience` is set, but there are no held-out clips."""
     patience = recipe.eval and recipe.eval.patience
     for key, value in (("checkpoint.keep_best", recipe.checkpoint.keep_best), ("eval.patience", patience)):
         if value and held_out is None:

@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class FinishedStep:
-    """A step that has updated the weights, and what is decided about the run after it. Equal on all ranks, except `results`.
+    """A step that has updated the weights, and the decisions about the run after it. Equal on all ranks, except `results`.
 
     Attributes:
-        plan: packing plan of the step.
         results: result of each trained DiT on this rank.
         sums: numbers of the step over all ranks.
-        lr: learning rate of the step.
         seconds: duration of the step, with the wait for data.
         own_seconds: result of `ComputeTimes.end_step`.
         is_first: whether the step is the first step of this process.
-        is_last: whether the step is the last step of the run.
         metrics: row of `metrics.jsonl`, with keys such as "loss" and "grad_norm". Set by the log, which is the first job.
         is_best: whether the held-out loss of this step is the lowest so far. Set by the evaluation.
         ends_early: whether `eval.patience` ends the run. Set by the evaluation.
@@ -48,7 +45,6 @@ class FinishedStep:
 
     @property
     def save_requested(self) -> bool:
-        """Whether a checkpoint was requested."""
         return bool(self.sums.largest["save"])
 
     @property

@@ -37,16 +37,9 @@ T = TypeVar("T")
 
 
 def train(run: PreparedRun, rank: int, device: torch.device, log: Log, watchdog: Watchdog) -> Path | None:
-    """Train to the end of the run, or until a request to stop arrives.
+    """Train to the end of the run or until a request to stop. Return the folder of the newest checkpoint, or None.
 
-    Return the folder of the newest checkpoint; None if there is no checkpoint.
-
-    Args:
-        run: the run.
-        rank: rank of this process. The process group must exist.
-        device: device of this process.
-        log: function that prints a line for the user on rank 0.
-        watchdog: watchdog of this process, whose thread already runs.
+    The process group must exist, and the watchdog's thread must run.
     """
     watchdog.saved = run.checkpoint and run.checkpoint.folder
     watchdog.watch_run(run.output_dir, run.recipe.train.step_timeout, group_timeout().total_seconds())
@@ -232,7 +225,7 @@ def _sum_step(
 
 
 def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
-    """Yield (batch, seconds that the loop waited for this batch)."""
+    """Yield each batch with the seconds that the loop waited for it."""
     requested = time.perf_counter()
     for batch in batches:
         yield batch, time.perf_counter() - requested

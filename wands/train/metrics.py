@@ -35,15 +35,8 @@ NUM_RECENT = 50
 class StepLog(Job):
     """Job that writes the results of each step: `metrics.jsonl`, curves in trackers, terminal lines, and sample losses.
 
-    Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
-    group writes the losses of its samples to a file. A resumed run repeats the steps after its checkpoint. So the rows of
-    these steps are first removed from `metrics.jsonl` and from the files with the losses of samples.
-
-    Args:
-        training: the training process whose steps are logged.
-        model: model of the run.
-        schedule: schedule of the run.
-        past_losses: (step, loss) pairs of the checkpoint that the run resumes from.
+    Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel group writes the losses of its
+    samples to a file. A resumed run first removes the rows of the steps after its checkpoint, because it repeats them.
 
     Attributes:
         history: (step, loss) pairs of the run so far; empty on other ranks than 0.
@@ -89,10 +82,7 @@ class StepLog(Job):
             self._samples = continue_rows(path, training.start_step)[1]
 
     def run(self, step: FinishedStep) -> None:
-        """Compute the metrics of a step, and write its results.
-
-        The metrics also have `eta_seconds`, the expected seconds to the end of the run.
-        """
+        """Compute the metrics of a step and `eta_seconds`, the expected seconds to the end of the run, and write its results."""
         plan = step.plan
         step.metrics = step_metrics(
             step,
@@ -133,12 +123,7 @@ class StepLog(Job):
     def _eta(self, seconds: float, steps_left: int) -> float:
         """Return the expected seconds to the end of the run.
 
-        The expected time of each remaining step is a sum. The first term is the median duration of the last steps. The
-        second term is the time of all saves and evaluations so far, divided by the number of steps so far.
-
-        Args:
-            seconds: duration of the step that has just ended.
-            steps_left: number of remaining steps.
+        A remaining step counts as the median of the last steps, and its share of the saves and evaluations so far.
         """
         now = time.perf_counter()
         began, num_steps, total = self._times
@@ -151,21 +136,16 @@ class StepLog(Job):
         return steps_left * (median(self._recent) + between / num_steps)
 
     def close(self) -> None:
-        """Try again to write rows that could not be written to the log files. If this fails, log how many rows are missing."""
+        """Try again to write rows that could not be written. If this fails, log how many rows are missing."""
         for log_file in (self._rows, self._samples):
             if log_file is not None:
                 log_file.close()
 
 
 def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tensor:
-    """Sum the losses and count the clips of this rank in each of 10 ranges of the noise level: 0 to 0.1, 0.1 to 0.2 and so on.
+    """Return this rank's (sum of losses, number of clips) in each of 10 ranges of the noise level, flattened to float64 [20].
 
-    Return the flattened (sum of the losses, number of clips) pairs of the ranges: float64 [20], on the device of the results.
-
-    Args:
-        results: result of each trained DiT on this rank.
-        grid: parallel dimensions of this rank. All ranks that share a bin have the same clips, so only the first of them
-            counts the clips. The other ranks return zeros.
+    Ranks that share a bin have the same clips, so all but the first of them return zeros.
     """
     device = results[0].errors.device
     sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64, device=device)
@@ -177,10 +157,7 @@ def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tenso
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float]:
-    """Return the largest amounts of memory that this process has used so far, in bytes: (device memory of tensors, host memory).
-
-    The first number is 0 on a CPU.
-    """
+    """Return the largest (device memory of tensors, host memory) of this process so far, in bytes. The first is 0 on a CPU."""
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return on_device, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -195,39 +172,27 @@ def step_metrics(
     ema_decay: float | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
+    """Return the metrics of one optimizer step over all ranks: a row of `metrics.jsonl`.
 
-    Args:
-        step: the step.
-        experts: the trained DiTs.
-        flops: result of `step_flops` for the step.
-        imbalance: result of `Schedule.imbalance` for the step.
-        max_tokens: capacity of a bin in tokens.
-        ema_decay: decay of the moving average in this step; None without `ema`.
-        device: device of this rank.
+    `flops` is the result of `step_flops`, `imbalance` that of `Schedule.imbalance`.
 
     Returns:
-        A dict with these keys:
-        `lr`, `seconds`, `own_seconds`: as in `FinishedStep`.
+        A dict with these keys, and `lr`, `seconds` and `own_seconds` as in `FinishedStep`.
         `data_wait`: seconds that the slowest rank waited for data.
         `step`: number of optimizer steps made, including this step.
-        `epoch`: epoch of the step.
         `loss`: mean of the losses of the trained DiTs.
         `grad_norm`: norm of the whole gradient before clipping. With two experts, the larger norm.
-        `tokens`, `samples`: number of video tokens and number of clips of the step.
-        `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this speed / number of ranks.
-        `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
+        `tokens`, `samples`: number of video tokens and of clips; `tokens_per_second` also per GPU.
+        `tflops`: TFLOP/s of the model per device, forward and backward. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
-        `fill`: `tokens` / (B * `packing.max_tokens`), where B is the number of bins (packed sequences) that are not empty.
-        `imbalance`: sum of the micro steps' maxima / sum of the micro steps' means. The maximum and the mean of a micro step
-        are over the FLOPs that are predicted for each rank in this micro step. 1 is optimal.
+        `fill`: `tokens` / capacity of the bins that are not empty.
+        `imbalance`: sum over the micro steps of the largest planned FLOPs of a rank / sum of their means; 1 is optimal.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: largest bytes of device and host memory over the ranks; `device_peak` is None on a CPU.
-        `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
-        `grad_norm_blocks`: maps the name of each block to the norm of the block's gradient. Missing if the blocks were not
-        measured in this step. With two experts, each name starts with the expert, such as "high.blocks.0".
-        `update_ratio_blocks`: a dict like `grad_norm_blocks`, with the norm of the block's update / norm of its weights.
+        `loss_NAME`, `grad_norm_NAME`: loss and norm of the expert NAME, for a model with two experts.
+        `grad_norm_blocks`: norm of each block's gradient, by name ("high.blocks.0" with two experts); missing if not measured.
+        `update_ratio_blocks`: norm of each block's update / norm of its weights.
     """
     plan = step.plan
     sums = step.sums
@@ -268,12 +233,7 @@ def step_metrics(
 
 
 def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
-    """Return the metrics of a step as one line of text for the user.
-
-    Args:
-        row: result of `step_metrics`.
-        total_steps: number of optimizer steps of the whole run.
-    """
+    """Return the metrics of a step as one line of text for the user."""
     mfu = f" ({row['mfu']:.1%} MFU)" if row["mfu"] is not None else ""
     experts = ""
     if "loss_high" in row and "loss_low" in row:
@@ -288,7 +248,7 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def curves(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row of metrics.jsonl as a dict from curve names, such as "train/loss", to numbers."""
+    """Return the numbers of a row of `metrics.jsonl` by the names of their curves, such as "train/loss"."""
     of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
     named = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
     named.pop("speed/step")

@@ -48,7 +48,7 @@ _NO_MODEL: Any = (None, None, ())  # config, variant and experts if the model ca
 
 
 def fingerprint_once(model: str) -> Mapping[str, Any]:
-    """Return the fingerprint (digests) of a model's encoders on rank 0. Return {} on other ranks, because hashing is slow."""
+    """Return the fingerprint of a model's encoders on rank 0, and {} on other ranks, because hashing is slow."""
     return fingerprint_pipeline(model) if os.environ.get("RANK", "0") == "0" else {}
 
 
@@ -70,14 +70,11 @@ def load_run(
         source: the recipe, a YAML file, or the name of a shipped recipe; None for the defaults.
         deepspeed: DeepSpeed JSON; None for the built-in config with ZeRO-2.
         overrides: ``section.key=value`` strings that override a recipe of a name or file.
-        world_size: number of ranks; 0 for the smallest number that the recipe allows, None for the number that the launcher
-            has started.
+        world_size: number of ranks; 0 for the smallest number that the recipe allows, None for that of the launcher.
         resume: value of --resume. None for a new run, "auto" for the newest checkpoint of the run folder, or a path.
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
-        claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
-            adds a checkpoint after the search. None does not lock the run folder.
-        damaged: maps the folder of each known damaged checkpoint to an error message. The run does not resume from these
-            checkpoints.
+        claim: function that locks the run folder before the search for checkpoints, so that no other process adds one after it.
+        damaged: maps the folders of checkpoints from which the run must not resume to an error message.
         options: arguments of `prepare_run`: `device_type`, `encoders`, `is_dry_run` and `plugin`.
 
     Raises:
@@ -138,20 +135,18 @@ def prepare_run(
     Args:
         recipe: recipe with all defaults filled in.
         ds_user: the user's DeepSpeed JSON.
-        world_size: number of ranks, all on one node. None reads the number of ranks and nodes that the launcher has started.
+        world_size: number of ranks, all on one node; None for the ranks and nodes of the launcher.
         device_type: "cuda" or "cpu"; None for the device of this machine.
         names: (name of the DeepSpeed JSON, name of the recipe) for error messages.
-        encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
-            with the fingerprint in a cache.
+        encoders: function from a model path to the fingerprint of its encoders, to compare with that of a cache.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
-        is_dry_run: True if the run is only checked and not started. In a dry run without a checkpoint, a published model need
-            not be downloaded. The files of a model that is not downloaded are not checked.
-        problems: problems that were found before this call, with the names of the recipe sections and files that
-            failed. Checks that need a failed section or file are skipped.
+        is_dry_run: whether the run is only checked. Without a checkpoint, a published model need then not be downloaded, and its
+            files are not checked.
+        problems: problems found before. Checks that need a failed section or file are skipped.
         plugin: outside code of the run.
 
     Raises:
-        WandsError: with all problems, including the problems that were found before this call.
+        WandsError: with all problems, including those found before.
     """
     problems = problems or Problems()
     plugin = plugin or Plugin()
@@ -259,11 +254,7 @@ def prepare_run(
 def check_hashes(run: PreparedRun, rank: int) -> str | None:
     """Compare the files of the model and of the checkpoint with their hashes. Every rank must call this function.
 
-    The ranks divide the files among them, and each rank reads only its part.
-
-    Returns:
-        The error message for the first damaged file of the checkpoint. None if no file is damaged, or if the run has
-        no checkpoint. All ranks return the same message.
+    The ranks divide the files among them. All return the same message about the first damaged file of the checkpoint, or None.
 
     Raises:
         CheckpointError: if a file of the model is damaged.
@@ -307,10 +298,7 @@ def _check_samples(data: Dataset, dp_size: int) -> None:
 
 
 def _check_fp32(data: Dataset, variant: Variant) -> None:
-    """Raise a ConfigError if a clip is too long for attention in fp32 on a GPU.
-
-    On a GPU, fp32 is supported only by the reference kernel, whose memory is quadratic in the clip length.
-    """
+    """Raise a ConfigError if a clip is too long for fp32 on a GPU: only the reference kernel, with quadratic memory, runs it."""
     if (longest := int(data.num_tokens(variant.dit.patch_size).max())) > 4096:
         raise ConfigError(
             f"precision.compute=fp32: on a GPU, attention in fp32 stores a score for every pair of a clip's tokens. A clip may "

@@ -33,19 +33,11 @@ class PreparedRun:
         recipe: recipe with all defaults filled in.
         ds_config: config for `deepspeed.initialize`. Only its learning rate is not final: `build_engine` multiplies it by the
             factor of `optim.scale_lr`.
-        model: model of the run.
-        data: training data.
         held_out: data that is evaluated and not trained on; None if no clip is held out.
-        identity: identity of the training data.
-        schedule: all steps of the run.
-        collator: packs samples into batches.
-        objective: computes the loss.
-        plugin: outside code of the run.
-        world_size: number of ranks.
         degrees: Ulysses degree and ring degree.
         checkpoint: checkpoint that the run resumes from; None for a new run.
         samples: requests for the sample videos that the run generates.
-        data_change: text that says which clips were added or removed, or packed differently, since the checkpoint.
+        data_change: text about clips that were added, removed, or packed differently, since the checkpoint.
     """
 
     recipe: Recipe
@@ -66,7 +58,6 @@ class PreparedRun:
 
     @property
     def output_dir(self) -> Path:
-        """Run folder, which contains checkpoints and metrics."""
         return Path(self.recipe.output_dir)
 
     @property
@@ -76,11 +67,10 @@ class PreparedRun:
 
     @property
     def dp_size(self) -> int:
-        """Number of groups of ranks that share a bin. Each group trains on different clips."""
+        """Number of data-parallel ranks."""
         return self.grid(0).dp_size
 
     def grid(self, rank: int) -> ParallelDims:
-        """Return the parallel dimensions of a rank."""
         return ParallelDims(
             world_size=self.world_size,
             rank=rank,
@@ -90,7 +80,6 @@ class PreparedRun:
         )
 
     def reader(self, dims: ParallelDims) -> BatchReader:
-        """Return the reader of the training data of one rank."""
         return BatchReader(
             data=self.data,
             collator=self.collator,
@@ -115,7 +104,7 @@ class PreparedRun:
         )
 
     def digests(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, see `run_digests`."""
+        """Return the digests that must be equal on all ranks, see `run_digests`."""
         return run_digests(
             recipe=self.recipe,
             ds_config=self.ds_config,

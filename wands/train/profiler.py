@@ -1,6 +1,6 @@
 """Profile some optimizer steps: a Chrome trace, the time and FLOPs of each part of a step, and a snapshot of GPU memory.
 
-Modules are wrapped for the profiled steps only, so other steps are not slower.
+Modules are wrapped for the profiled steps only, so other steps are not slower. A scope is a part of a step.
 """
 
 from __future__ import annotations
@@ -36,25 +36,18 @@ SCOPES = {name: name for name in ("projections", "ffn", "norm", "copies", "optim
     "ZeRO gather": "ZeRO gather|c10d::.*allgather",
     "reduction": "c10d::(allreduce|_?reduce)",
 }
-"""Maps each scope (part of a step) to a regular expression for the beginning of the names of profiler events.
-
-An event whose name matches belongs to the scope. The events inside this event also belong to the scope, unless their names
-match another scope.
+"""Maps each scope to a regular expression for the beginning of the names of profiler events. Events inside a matching event also
+belong to the scope, unless their names match another one.
 """
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 """Operators whose FLOPs are taken from PyTorch's profiler."""
 
 
 def profiled_steps(training: Training, batches: Iterable[T], start_step: int) -> Iterator[T]:
-    """Yield the batch of each step, and profile the steps that the recipe's section `profile` selects.
+    """Yield the batch of each step after `start_step`, and profile the steps that the recipe's section `profile` selects.
 
     If a run resumes after the first selected step, the same number of steps is profiled from the first resumed step on. With
     `profile.stop`, the iterator ends after the profiled steps, so that the run ends.
-
-    Args:
-        training: objects of the training process.
-        batches: batches of the steps after `start_step`.
-        start_step: number of finished steps.
     """
     config = training.recipe.profile
     total = training.total_steps
@@ -74,10 +67,7 @@ def profiled_steps(training: Training, batches: Iterable[T], start_step: int) ->
 
 @contextlib.contextmanager
 def memory_snapshots(training: Training) -> Iterator[None]:
-    """Write a snapshot of the GPU memory to a file if the GPU runs out of memory in the `with` block.
-
-    The path of the file is then added to the error as a note.
-    """
+    """Write a snapshot of the GPU memory if it runs out in the `with` block. A note of the error names the file."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -132,18 +122,11 @@ def _path(output_dir: Path, rank: int, name: str) -> Path:
 
 
 def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, np.ndarray]:
-    """Sum the calls, the time and the FLOPs of the profiler events in each scope (part of a step) of `SCOPES`.
+    """Return [calls, CPU microseconds, GPU microseconds, FLOPs] of the profiler events in each scope of `SCOPES` and in "other".
 
-    If the name of an event matches no scope, the event belongs to the scope of the innermost enclosing event that has a
-    scope. An event of the backward pass belongs to the scope of its forward operator, and is not counted as a call.
-
-    Args:
-        events: events of the profiler, recorded with the shapes of their inputs.
-        ring_rank: rank of this process in its ring of ring attention. Ranks of a ring can have different attention FLOPs.
-
-    Returns:
-        A dict that maps each scope with events to an array of four numbers: calls, CPU time in microseconds, GPU time in
-        microseconds, and FLOPs. The key "other" is for events without a scope.
+    An event whose name matches no scope belongs to the scope of the innermost enclosing event that has one. An event of the
+    backward pass belongs to the scope of its forward operator, and is not counted as a call. The events must be recorded with the
+    shapes of their inputs. Ranks of a ring can have different attention FLOPs, hence `ring_rank`.
     """
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Of the forward operators with the same sequence number, the last created the backward operator with this number.
@@ -170,15 +153,10 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
 
 
 def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int) -> str:
-    """Return a table with means per step for each scope (part of a step): calls, time, share of the step, and FLOPs.
+    """Return a table of the scopes with means per step: calls, time, share of the step, and FLOPs.
 
-    The share of the step is the scope's GPU time / the duration of the step. For a scope without GPU time, such as "data
-    wait", the share is the scope's CPU time / the duration of the step.
-
-    Args:
-        rows: result of `sum_scopes`.
-        seconds: duration of all profiled steps together.
-        num_steps: number of profiled steps.
+    The share is GPU time / duration of the step, or CPU time for a scope without GPU time, such as "data wait". `seconds` is the
+    duration of all `num_steps` profiled steps together.
     """
     lines = [f"{'scope':<12}{'calls':>7}{'CPU ms':>10}{'GPU ms':>10}{'share':>8}{'GFLOP':>12}"]
     for name, row in sorted(rows.items(), key=lambda item: -(item[1][2] or item[1][1])):
@@ -191,10 +169,7 @@ def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int
 
 
 def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
-    """Wrap methods of an engine and of its modules, so that the profile lists their calls under names such as "ffn".
-
-    Closing `stack` removes the wrappers.
-    """
+    """Wrap methods of an engine and of its modules until `stack` closes, so that the profile lists their calls by scope."""
     for name, module in engine.module.named_modules():
         part = name.rpartition(".")[2]
         if scope := {"attn1": "projections", "attn2": "projections", "ffn": "ffn"}.get(part):
@@ -218,12 +193,7 @@ def _scope_of_name(name: str) -> str | None:
 
 
 def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
-    """Return the FLOPs of an operator if the operator computes self-attention; otherwise 0.
-
-    Args:
-        event: record of one call of the operator.
-        ring_rank: rank of this process in its ring (ranks that exchange keys and values).
-    """
+    """Return the FLOPs of an operator that computes self-attention; 0 for others."""
     shapes = event.input_shapes
     values = event.concrete_inputs
     if event.name == "wands::ring_forward":

@@ -19,7 +19,6 @@ class StepSums(NamedTuple):
         losses: loss of each trained DiT.
         of_sigmas: sum over the ranks of `sigma_sums`.
         largest: largest value over the ranks of each of the other numbers.
-        world_size: number of ranks.
     """
 
     losses: list[float]
@@ -33,12 +32,8 @@ def sum_over_ranks(
 ) -> StepSums:
     """Sum the numbers of a step over the ranks. Every rank must call this function. The host waits for the device.
 
-    Args:
-        losses: for each trained DiT, this rank's part of the logged loss, scalars on the device.
-        of_sigmas: result of `sigma_sums`.
-        own: numbers of this rank of which the largest is wanted. Every rank has the same names.
-        rank: rank of this process.
-        world_size: number of ranks.
+    `losses` has this rank's part of the logged loss of each trained DiT, as scalars on the device; `of_sigmas` is the result of
+    `sigma_sums`. The largest value over the ranks is taken of the numbers in `own`, whose names are equal on all ranks.
     """
     # A row for each rank, 0 in the rows of other ranks: one sum over the ranks also collects what needs a maximum.
     table = torch.zeros(world_size, len(own), dtype=torch.float64)

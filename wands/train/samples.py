@@ -1,10 +1,8 @@
 """Generate sample videos while a run trains, with the weights in its DeepSpeed engines.
 
-If a video cannot be generated, the failure is reported, and the training continues.
-
-During training, the DiT takes packed sequences and may be divided among ranks, so no rank has diffusers' transformer.
-`DiTAdapter` gives the packed DiT the interface of diffusers' transformer. The pipelines and schedulers of diffusers then
-generate the videos as in `wands infer`.
+The DiT of a run takes packed sequences and may be divided among ranks; `DiTAdapter` gives it the interface of diffusers'
+transformer, whose pipelines and schedulers then generate the videos as in `wands infer`. A video that fails is reported, and the
+training continues.
 """
 
 from __future__ import annotations
@@ -77,12 +75,7 @@ def plan_videos(
 ) -> tuple[SampleRequest, ...]:
     """Return the requests for the videos of a recipe's `sample` section, after all checks that need no weights.
 
-    Args:
-        recipe: the recipe of a run. Without a `sample` section, the result is empty.
-        variant: variant of the model.
-        experts: DiTs that the recipe trains.
-        has_model: whether the files of the model are on this machine and can be checked.
-        has_images: whether the input images of the videos are on this machine and can be checked.
+    `has_model` and `has_images` say whether the files of the model and the input images are on this machine and can be checked.
 
     Raises:
         ConfigError: if a prompt, an image or an option is invalid, `model.path` is not a complete pipeline, or the recipe trains
@@ -127,19 +120,10 @@ def encode_samples(
     Rank 0 reads the tensors from a file in the run folder. If this file does not exist, or prompts, images or encoders have
     changed, rank 0 loads the encoders, encodes, writes the file, and frees the encoders.
 
-    Args:
-        requests: requests for the sample videos.
-        model_path: folder or Hub id of the pipeline with the encoders.
-        output_dir: run folder.
-        variant: variant of the model.
-        rank: rank of this process.
-        device: device of this process.
-
     Returns:
-        A dict of CPU tensors, with keys such as "0.prompt_embeds": the index of the video in `requests`, a dot, and
-        "prompt_embeds", "negative_prompt_embeds", "image_embeds" (hidden states of CLIP), "image_latents" (the VAE's latents
-        before normalization), or "input_channels" and "input_tokens" (`ExtraInputs`). Tensors that sampling does not need are
-        missing.
+        CPU tensors with keys such as "0.prompt_embeds": the index of the request, a dot, and "prompt_embeds",
+        "negative_prompt_embeds", "image_embeds" (hidden states of CLIP), "image_latents" (the VAE's latents before
+        normalization), or "input_channels" and "input_tokens" (`ExtraInputs`). Tensors that sampling does not need are missing.
 
     Raises:
         WandsError: on all ranks, if the encoders cannot be loaded.
@@ -208,15 +192,7 @@ def _encode(
 
 
 class DiTAdapter(nn.Module):
-    """Adapter with the interface of diffusers' transformer, so that a pipeline can call the DiT of a training run.
-
-    The inputs of this DiT are packed sequences. The ranks of a context-parallel group share the tokens of a video.
-
-    Args:
-        engine: DeepSpeed engine of the DiT.
-        groups: process groups of this rank.
-        device: device of this rank.
-    """
+    """Adapter with the interface of diffusers' transformer, so that a pipeline can call the DiT of a training run."""
 
     def __init__(self, engine: Any, groups: ProcessGroups, device: torch.device) -> None:
         super().__init__()
@@ -230,19 +206,15 @@ class DiTAdapter(nn.Module):
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **more: Any
     ) -> tuple[Tensor]:
-        """Predict the velocity of a video. All ranks of a context-parallel group must call this method with equal tensors.
+        """Return (velocity,) of a video: fp32 [1, noisy channels, f, h, w], equal on all ranks of the context-parallel group.
 
-        Letters: C channels of the DiT's input, f latent frames, h latent rows, w latent columns, N tokens of the video, D width
-        of the text encoder, I CLIP tokens of an image, E width of CLIP.
+        All ranks of the group must call this method with equal tensors.
 
         Args:
-            hidden_states: [1, C, f, h, w], noisy latents, and the conditioning channels after them.
-            timestep: [1], or [1, N] with a timestep for each token.
-            encoder_hidden_states: [1, 512, D], text with padding.
-            more: "encoder_hidden_states_image" is [number of images, I, E], or None without CLIP. Other keys are not used.
-
-        Returns:
-            A tuple with one item: the velocity, fp32 [1, noisy channels, f, h, w], equal on all ranks of the group.
+            hidden_states: [1, channels, f, h, w], noisy latents, and the conditioning channels after them.
+            timestep: [1], or [1, number of tokens] with a timestep for each token.
+            encoder_hidden_states: [1, 512, text width], text with padding.
+            more: "encoder_hidden_states_image" is [images, CLIP tokens, CLIP width], or None without CLIP. Others are not used.
         """
         config = self.config
         image = more.get("encoder_hidden_states_image")
@@ -262,7 +234,7 @@ class DiTAdapter(nn.Module):
 
 
 class _StoredVae(nn.Module):
-    """Replacement for the VAE of a diffusers pipeline. `encode` returns stored latents instead of encoding its input."""
+    """VAE of a diffusers pipeline whose `encode` returns stored latents."""
 
     def __init__(self, config: Any, device: torch.device, latents: Tensor | None = None) -> None:
         super().__init__()
@@ -275,16 +247,12 @@ class _StoredVae(nn.Module):
 class RunSamples(Job):
     """Job that generates the sample videos of a run, and writes their files.
 
-    The videos are generated in rounds. In a round, each context-parallel group generates a different video. At ZeRO-3, all
-    groups must make the same number of forward passes, because all ranks gather the weights together. So all videos of a round
-    need the same number of forward passes. If a round has fewer videos than groups, each remaining group generates the first
-    video of the round again, and discards the result.
+    In a round, each context-parallel group generates a different video. At ZeRO-3, all groups gather the weights together and
+    must make the same number of forward passes, so a round only has videos with the same number of passes, and a group without a
+    video generates the first one again and discards it.
 
     Args:
-        training: objects of the training process.
-        requests: requests for the sample videos.
-        tensors: encoded prompts and images of the sample videos, result of `encode_samples`.
-        watchdog: watchdog of the process.
+        tensors: result of `encode_samples`.
 
     Raises:
         WandsError: on all ranks, if the VAE or the scheduler cannot be loaded.
@@ -342,12 +310,9 @@ class RunSamples(Job):
         self.write(step.number)
 
     def write(self, step: int) -> None:
-        """Generate all sample videos with the current weights and with their moving average. Every rank must call this method.
+        """Generate all sample videos with the current weights and their moving average. Every rank must call this method.
 
-        If a video cannot be generated, print a warning and write the event "sample failed". The training continues.
-
-        Args:
-            step: number of optimizer steps that the run has made.
+        A video that fails gives a warning and the event "sample failed".
         """
         training = self._training
         started = time.perf_counter()
@@ -380,17 +345,11 @@ class RunSamples(Job):
         write_report(training.output_dir)
 
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | None:
-        """Generate the video of the group of ranks that share a video. The first rank of the group writes the files.
+        """Generate the video of this rank's context-parallel group; the first rank of the group writes the files.
 
-        Args:
-            step: number of optimizer steps that the run has made.
-            kind: "raw" for the trained weights, "ema" for their moving average.
-            numbers: indices of the videos to generate. The first group generates the first video, and so on.
-                If there are more groups than videos, each remaining group generates the first video and discards the result.
-
-        Returns:
-            On a rank that failed, a dict with the keys `number`, `weights` and `reason` for the event "sample failed".
-            Otherwise, on the first rank of a group that keeps its video, the row of samples.jsonl. None on all other ranks.
+        The groups take the videos `numbers` in order; a group without a video generates the first one and discards it. Return the
+        row of `samples.jsonl` on the first rank of a group that keeps its video, the values of the event "sample failed" on a
+        rank that failed, and None on other ranks.
         """
         dims = self._training.groups.dims
         started = time.perf_counter()
@@ -421,15 +380,7 @@ class RunSamples(Job):
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
     def _view(self, number: int, request: SampleRequest) -> tuple[Any, ConditionImages]:
-        """Return (pipeline, input images) to generate the video of a request.
-
-        The pipeline uses stored encodings of the request's prompts and images instead of encoders. So the returned images
-        are blank placeholders.
-
-        Args:
-            number: index of the request.
-            request: the request.
-        """
+        """Return (pipeline, input images) for a request. Stored encodings replace the encoders, so the images are blank."""
         device = self._training.device
         blank = Image.new("RGB", (request.width, request.height))
         stored = [self._tensors.get(f"{number}.{name}") for name in _NAMES]
@@ -443,12 +394,7 @@ class RunSamples(Job):
         return view, images
 
     def _draw_sheet(self, step: int, kinds: Sequence[str]) -> None:
-        """Draw a contact sheet with the videos of the base model, the trained weights and their moving average.
-
-        Args:
-            step: number of optimizer steps that the run has made.
-            kinds: kinds of weights with which videos were generated at this step: "raw", "ema".
-        """
+        """Draw a contact sheet with the videos of the base model, the trained weights and their moving average."""
         path = self._folder / step_name(step) / "contact_sheet.png"
         fps = self._training.variant.fps
         columns = {(0, "raw"): "base"} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}

@@ -33,15 +33,7 @@ from wands.watch.watchdog import Watchdog
 def build_training(
     run: PreparedRun, groups: ProcessGroups, device: torch.device, choice: Choice, log: Log
 ) -> Training:
-    """Build the engine of each trained DiT, and restore the checkpoint that the run resumes from.
-
-    Args:
-        run: the run.
-        groups: process groups of this rank.
-        device: device of this rank.
-        choice: attention kernel, result of `agree_on_backend`.
-        log: function that prints a line for the user.
-    """
+    """Build the engine of each trained DiT, and restore the checkpoint that the run resumes from."""
     rank = groups.dims.rank
     facts = {
         "world_size": run.world_size,
@@ -122,15 +114,6 @@ def build_jobs(
     5. The samples, after the checkpoint, so that the step is safe if they fail.
     6. The push, which needs the files of the checkpoint.
     7. Outside jobs, which see what all others have decided.
-
-    Args:
-        run: the run.
-        training: the training process.
-        saver: writer of the checkpoints.
-        bad_steps: judge of the updates, whose state is saved.
-        attention: choice of the attention kernel to store in checkpoints.
-        encoded_samples: result of `encode_samples`.
-        watchdog: watchdog of this process.
     """
     past_losses = run.checkpoint.state.loss if run.checkpoint else []
     step_log = StepLog(training=training, model=run.model, schedule=run.schedule, past_losses=past_losses)

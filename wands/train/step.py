@@ -34,17 +34,9 @@ def train_step(
 ) -> StepResult:
     """Run one optimizer step: the forward and backward pass of every micro step, then the update of the weights.
 
-    Args:
-        engine: DeepSpeed engine of a DiT.
-        batches: for each micro step, the part of the packed batch that this rank trains on, in host memory. All ranks have
-            the same number of micro steps.
-        objective: computes the loss of each micro step.
-        groups: process groups of this rank.
-        device: device of the engine.
-        denominator: result of `Schedule.denominator`.
-        is_bad: function that decides whether the update is discarded. Its arguments are this rank's weighted loss and the
-            norm of the whole gradient. Its result must be equal on all ranks. None keeps every update.
-        measures_blocks: whether to measure the gradient and the update of each block.
+    `batches` are in host memory, and all ranks have the same number. `denominator` is the result of `Schedule.denominator`.
+    `is_bad` decides from this rank's weighted loss and the norm of the whole gradient whether the update is discarded; its result
+    must be equal on all ranks. None keeps every update.
     """
     total = torch.zeros((), device=device)
     micro_errors = []
@@ -99,18 +91,10 @@ def _gradient_norm(model: torch.nn.Module, groups: ProcessGroups) -> torch.Tenso
 
 
 def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
-    """Update the weights. If `is_bad` returns True for the gradient norm, discard the update instead.
+    """Update the weights, unless `is_bad` discards the update. Return (whether it was discarded, gradient norm).
 
-    ZeRO computes the norm inside `engine.step`, and discards updates whose gradients overflow. This function marks a bad
-    update as an overflow, so that ZeRO discards the update. The learning rate schedule counts a discarded update as a step.
-
-    Args:
-        engine: DeepSpeed engine after the backward pass.
-        norm: gradient norm at ZeRO stage 0; None at the other stages.
-        is_bad: function that takes the gradient norm as a float. None keeps every update.
-
-    Returns:
-        (whether the update was discarded, gradient norm as a float or as a tensor on the device).
+    ZeRO computes the norm inside `engine.step`, and discards updates whose gradients overflow, so a bad update is marked as an
+    overflow. The learning rate schedule counts it as a step. `norm` is None except at ZeRO stage 0.
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -151,7 +135,7 @@ _copy_stream = cache(new_copy_stream)
 
 
 def _on_device(batches: Sequence[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """Yield each batch on the device. While the device computes, a copy stream copies the next batch."""
+    """Yield each batch on the device, while a copy stream copies the next one."""
     copies = _copy_stream(device)
 
     def start(batch: MicroBatch) -> tuple[list[MicroBatch], Any]:

@@ -28,9 +28,7 @@ from wands.variants import ExtraInput
 
 
 def start_block(run: PreparedRun) -> str:
-    """Return the text that a run prints before training starts, with lines about model, parallelism, data, packing,
-    memory and so on.
-    """
+    """Return the text that a run prints before training starts."""
     recipe = run.recipe
     flow = recipe.flow
     model = run.model
@@ -126,15 +124,9 @@ def start_block(run: PreparedRun) -> str:
 
 
 def describe_lr_change(run: PreparedRun, planned_lr: float, lr: float) -> str | None:
-    """Return a line about a learning rate that jumps where a run is resumed, because its settings have changed.
+    """Return a line about a learning rate that jumps in a resumed run because its settings have changed; None without a jump.
 
-    Args:
-        run: the resumed run.
-        planned_lr: learning rate of the next step in the schedule of the checkpoint's run.
-        lr: learning rate of the next step.
-
-    Returns:
-        The line; None if the learning rate is as planned, or stays as it was.
+    `planned_lr` is the learning rate of the next step in the schedule of the checkpoint's run, `lr` that of this run.
     """
     checkpoint = run.checkpoint
     assert checkpoint is not None
@@ -160,9 +152,6 @@ def _size_of(extra: ExtraInput) -> str:
 
 
 def _trained(recipe: Recipe, model: RunModel, is_new: bool) -> list[str]:
-    """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
-    experts (DiTs for high and low noise) and the moving average.
-    """
     expert = model.experts[0]
     two_experts = len(model.variant.experts) > 1
     lines = []
@@ -198,9 +187,7 @@ def _trained(recipe: Recipe, model: RunModel, is_new: bool) -> list[str]:
 
 
 def _storage(recipe: Recipe) -> list[str]:
-    """Return lines about the storage of the model: dtypes of weights and gradients, fp32 master weights, and the quantization
-    of a LoRA's base model.
-    """
+    """Return lines about the dtypes of weights, gradients and master weights, and the quantization of a LoRA's base model."""
     weights = recipe.precision.weights
     compute = recipe.precision.compute
     lines = [f"weights {weights}"]

@@ -55,8 +55,8 @@ class Trainer:
         conditions: inputs of the model in addition to those of its variant.
         model: function with the arguments and the result of `build_model`, which it may call.
         optimizer: function of (named trained parameters, learning rate) that returns a torch optimizer.
-        schedule: function of (`optim` section of the recipe, number of steps) that returns a function from a number of
-            finished steps to the factor of the learning rate.
+        schedule: function of (`optim` section of the recipe, number of steps) that returns a function from a number of finished
+            steps to the factor of the learning rate.
         jobs: jobs that run after those of wands, in this order.
         plugin: further outside code, for example the result of `load_plugins`.
         force: whether to start although the memory may not be enough.
@@ -123,10 +123,7 @@ class Trainer:
         return "\n".join(lines)
 
     def train(self) -> Path | None:
-        """Train to the end of the run, or until a request to stop arrives.
-
-        Returns:
-            The folder of the newest checkpoint; None if there is no checkpoint.
+        """Train to the end of the run or until a request to stop. Return the folder of the newest checkpoint, or None.
 
         Raises:
             WandsError: if the run cannot start or fails.
@@ -163,10 +160,7 @@ class Trainer:
             return saved
 
     def _load(self, is_dry_run: bool, claim: Callable[[Path], None] | None = None) -> PreparedRun:
-        """Prepare the run. If the checkpoint to resume from is damaged, repeat the checks with an older checkpoint.
-
-        `claim` locks the run folder. The lock is kept when the checks are repeated.
-        """
+        """Prepare the run, from an older checkpoint if the newest is damaged. `claim` locks the run folder once."""
         damaged: dict[Path, str] = {}
         while True:
             with start_together():
@@ -196,7 +190,7 @@ class Trainer:
         return replace(run, recipe=settled)
 
     def _task(self, run: PreparedRun) -> tuple[Task, str]:
-        """Return the run on this rank's machine, for the planner, and the name of its DeepSpeed JSON."""
+        """Return the planner's task for this rank's machine, and the name of its DeepSpeed JSON."""
         name = str(self._deepspeed or "zero2")
         ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(self._deepspeed)}
         workload = run.workload(accelerator_type())
@@ -208,7 +202,7 @@ class Trainer:
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log, watchdog: Watchdog, *, force: bool) -> None:
-    """Lock a run folder until `stack` is closed. Delete requests and temporary files of an earlier run; finish its save."""
+    """Lock a run folder until `stack` closes. Delete requests and temporary files of an earlier run; finish its save."""
     lock = WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}", force=force)
     lock.on_lost = lambda message: watchdog.request_stop(message.rstrip("."), WandsError.exit_code)
     stack.enter_context(lock)

@@ -24,18 +24,11 @@ class Training:
     """A training process: this rank's engines, and where it writes.
 
     Attributes:
-        recipe: recipe of the run.
-        variant: kind of Wan model.
-        output_dir: run folder.
         start_step: number of optimizer steps that the run had made when this process started.
         total_steps: number of optimizer steps of the whole run.
-        rank: rank of this process.
-        device: device of this process.
-        groups: process groups of this rank.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
         averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
         events: log of the run's events.
-        trackers: experiment trackers of the run.
         log: function that prints a line for the user on rank 0.
     """
 
@@ -54,21 +47,15 @@ class Training:
     log: Log
 
     def weights_at(self, step: int) -> tuple[str, ...]:
-        """Return the kinds of weights to evaluate and to sample: "raw", and "ema" if there is a moving average.
-
-        At step 0, "ema" is left out, because the moving average then equals the weights.
-        """
+        """Return the kinds of weights to evaluate and to sample: "raw", and after step 0 also "ema" if there is an average."""
         return ("raw", "ema") if self.averages and step else ("raw",)
 
     @contextmanager
     def inference(self, weights: str) -> Iterator[None]:
-        """Switch the DiTs to inference in a `with` block. After the block, restore the state of the training bit for bit.
+        """Switch the DiTs to inference with the "raw" or "ema" weights in a `with` block, and back, bit for bit, after it.
 
-        Every rank must enter and leave the block between two optimizer steps. Do not save a checkpoint inside the block,
-        because with "ema" the weights and the averages are exchanged there.
-
-        Args:
-            weights: "raw", or "ema" for the moving average of the weights.
+        Every rank must enter and leave the block between two optimizer steps. Do not save a checkpoint inside it, because with
+        "ema" the weights and the averages are exchanged there.
         """
         averages = self.averages if weights == "ema" else {}
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):

@@ -1,8 +1,8 @@
 """Judge every update of the weights by its loss and gradient norm. A bad update ends the run, or is skipped.
 
-An update is bad if its loss or gradient norm is not finite. With `train.on_bad_step=skip`, a spike (a loss or gradient norm
-that is unusually high) is bad too. With `train.on_bad_step=stop`, a spike is only written to `events.jsonl`, with the clips
-of the step.
+An update is bad if its loss or gradient norm is not finite. A spike is a value far above those of past updates (see
+`train.spike_zscore`). With `train.on_bad_step=skip`, it is bad too; with `stop`, it is only written to `events.jsonl`, with the
+clips of the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 WINDOW = 128
 """Number of past updates with which an update is compared."""
 MIN_UPDATES = 20
-"""Smallest number of past updates that is needed to recognize a spike in the loss or in the gradient norm."""
+"""Smallest number of past updates that is needed to recognize a spike."""
 
 
 class BadSteps:
@@ -41,14 +41,12 @@ class BadSteps:
     Args:
         config: `train` section of the recipe.
         excluded: `data.exclude` of the recipe, for error messages.
-        experts: the trained DiTs.
         saved: `TrainState.bad_steps` of the checkpoint that the run resumes from.
         events: log to which bad updates are written.
 
     Attributes:
-        state: dict that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
-            The name of each DiT's subfolder, such as "transformer", maps to a list with one [loss, gradient norm] pair for
-            each of the last `WINDOW` updates of the DiT. Bad updates are left out.
+        state: value for `wands_state.json`: the steps of "skipped" updates, and the [loss, gradient norm] pairs of the last
+            `WINDOW` good updates of each DiT's subfolder.
     """
 
     def __init__(
@@ -67,20 +65,11 @@ class BadSteps:
         self.state |= saved or {}
 
     def judges(self, plan: StepPlan, count: float) -> list[Callable[[torch.Tensor, float], bool] | None]:
-        """Return a list with a function or None for each trained DiT. The function decides whether to skip the DiT's update.
+        """Return a function for each trained DiT that decides whether to skip its update, or None if none is skipped.
 
-        The function takes two arguments: the loss summed over this rank's tokens, and the gradient norm. The function returns
-        True to skip the update. Its result is equal on all ranks. There are three cases:
-
-        - The step has no samples, because `data.exclude` names all of its samples: every function returns True.
-        - Otherwise, if `train.on_bad_step` is `stop`, every element of the list is None. No update is skipped, and `check`
-          ends the run after a loss or a gradient norm that is not finite.
-        - Otherwise each function returns True if the loss or the gradient norm is not finite, or is far above the values of
-          past updates (see `train.spike_zscore`).
-
-        Args:
-            plan: packing plan of the step.
-            count: number by which the summed loss is divided, `Schedule.count`.
+        The function gets the loss summed over this rank's tokens, and the gradient norm. Its result is equal on all ranks. It
+        skips a bad update, and every update of a step whose samples are all in `data.exclude`. With `train.on_bad_step=stop`, it
+        is None for other steps, because `check` ends the run. `count` is `Schedule.count`.
         """
         if not plan.num_samples or self._config.on_bad_step == "stop":
             skip = None if plan.num_samples else lambda loss, norm: True  # all samples are excluded
@@ -98,25 +87,14 @@ class BadSteps:
         return bool(verdict)
 
     def check(self, plan: StepPlan, count: float, expert: Expert, loss: float, result: StepResult) -> None:
-        """Write a bad update to `events.jsonl`, or store the loss and the gradient norm of a good update.
+        """Write a bad update or a spike to `events.jsonl`, and store the values of a good update. Every rank must call this.
 
-        The stored values are used to recognize spikes (values far above the values of past updates). An update is bad if its
-        loss or gradient norm is not finite, or if it was skipped. With `train.on_bad_step=skip`, the update of a spike is
-        skipped and therefore bad. With `train.on_bad_step=stop`, the update of a spike is not skipped. The update then counts
-        as good, but is also written to `events.jsonl`.
-
-        Every rank must call this function.
-
-        Args:
-            plan: packing plan of the step.
-            count: number by which the summed loss is divided, `Schedule.count`.
-            expert: the trained DiT.
-            loss: mean loss of the step over all ranks.
-            result: result of the step on this rank.
+        `count` is `Schedule.count`, and `loss` the mean loss of the step over all ranks. A skipped update is bad; a spike that
+        was not skipped is good.
 
         Raises:
-            DataError: on all ranks, if a bad update ends the run. With `train.on_bad_step=stop`, every bad update ends the run.
-                With `skip`, a bad update ends the run if more than `train.max_bad_steps` updates of the run were skipped.
+            DataError: on all ranks, if a bad update ends the run: with `train.on_bad_step=stop`, every one; with `skip`, if more
+                than `train.max_bad_steps` updates of the run were skipped.
         """
         step = plan.step + 1
         norm = result.grad_norm
@@ -160,11 +138,8 @@ class BadSteps:
 def robust_z_scores(values: Sequence[float], past: Sequence[Sequence[float]]) -> list[float]:
     """Return how far the logarithm of each value is above the median of past logarithms, in robust standard deviations.
 
-    The robust standard deviation is 1.4826 times the median absolute deviation, and at least 0.05.
-
-    Args:
-        values: numbers of the update to judge, such as its loss and its gradient norm.
-        past: for each past update, its numbers in the order of `values`.
+    The robust standard deviation is 1.4826 times the median absolute deviation, and at least 0.05. Each past update has its
+    numbers in the order of `values`.
     """
     *logs, current = np.log(np.maximum([*past, values], 1e-30))
     median = np.median(logs, axis=0)

@@ -1,6 +1,6 @@
-"""Find the launcher that started this process, such as deepspeed or torchrun, and check that the launcher still runs.
+"""Find the launcher that started this process, such as deepspeed or torchrun, and check that it still runs.
 
-A worker whose launcher was killed is an orphan: the worker continues to train, and nobody sees or stops the worker.
+A worker whose launcher was killed is an orphan: it continues to train, and nobody sees or stops it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import NamedTuple
 import psutil
 
 PATIENT_LAUNCHER = "wands.watch.restart"
-"""Module of the launcher that, after a signal, gives its workers enough time to save a checkpoint. Other launchers may kill
-their workers 30 s after a signal."""
+"""Module of the launcher that gives its workers enough time after a signal to save. Others may kill them after 30 s."""
 _LAUNCHERS = {
     *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", PATIENT_LAUNCHER),
@@ -26,10 +25,10 @@ _LAUNCHERS = {
 
 
 class Ancestor(NamedTuple):
-    """One ancestor of this process, such as the parent, or the parent of the parent.
+    """One ancestor of this process.
 
     Attributes:
-        process: the ancestor; None if the ancestor ended before `find_launcher` was called.
+        process: the ancestor; None if it ended before `find_launcher` was called.
         name: name of the program, or of the script or module that Python runs, such as "torchrun".
     """
 
@@ -37,7 +36,7 @@ class Ancestor(NamedTuple):
     name: str
 
     def is_gone(self) -> bool:
-        """Return whether the ancestor has ended. The result is also True if a newer process has the ancestor's process id."""
+        """Return whether the ancestor has ended, also if a newer process has its id."""
         # A process that was killed stays in the list until its parent asks for its exit code.
         with suppress(psutil.NoSuchProcess):
             ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -48,9 +47,8 @@ class Ancestor(NamedTuple):
 def find_launcher() -> tuple[Ancestor, ...]:
     """Return the processes from the parent of this process up to its launcher, both included; () without a launcher.
 
-    If one of these processes ends, this process is an orphan. A launcher can consist of several processes: `deepspeed`
-    starts `deepspeed.launcher.launch`, which starts the workers. The ancestors of the launcher, such as a shell or a terminal,
-    are not part of the result. They may end while the run continues in the background.
+    If one of them ends, this process is an orphan. A launcher can have several: `deepspeed` starts `deepspeed.launcher.launch`,
+    which starts the workers. The launcher's ancestors, such as a shell, may end while the run continues in the background.
     """
     ancestors: list[Ancestor] = []
     length = 0

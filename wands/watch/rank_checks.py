@@ -1,8 +1,4 @@
-"""Check that all ranks of a training run agree.
-
-Before the first step, the ranks compare the inputs of the run. After a step, they compare the packing plan and the
-weights.
-"""
+"""Check that all ranks of a run agree: on its inputs before the first step, and on the plan and the weights after a step."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ FIXES = {
     "data": "use the same cache (data.cache) on every node: one shared folder, or complete copies",
     "plan": "start every node from the same checkpoint, with the same data and recipe",
 }
-"""Maps each input of a run to the fix that the error message contains if this input differs between ranks."""
+"""Fix for the error message if an input of the run differs between ranks, by the name of the input."""
 
 
 def run_digests(
@@ -53,24 +49,11 @@ def run_digests(
     samples: Sequence[SampleRequest],
     step: int = 0,
 ) -> dict[str, str]:
-    """Return the inputs of a run that must be equal on all ranks, as a dict from the name of an input to a JSON text.
+    """Return the inputs of a run that must be equal on all ranks, as JSON texts for `check_agreement`.
 
-    `check_agreement` compares these texts before the ranks build their engines. Short inputs are written in full, so that
-    an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text:
-    if every node has its own copy of the model or the cache, the copies must have the same path.
-
-    Call this function before the data prefetch thread starts, because the thread uses the same data sampler.
-
-    Args:
-        recipe: recipe with all defaults filled in.
-        ds_config: result of `build_ds_config`.
-        model_config: diffusers config of the DiT.
-        degrees: Ulysses degree and ring degree.
-        objective: objective of the run.
-        identity: identity of the training data.
-        sampler: sampler of the run.
-        samples: requests for the sample videos of the run.
-        step: number of optimizer steps that the run has made.
+    Short inputs are written in full, so that an error can name the key that differs; inputs that grow with the data are hashed.
+    Paths are compared as text, so copies of the model or the cache must have the same path on every node. Call this function
+    before the data prefetch thread starts, which uses the same sampler.
     """
     epoch = sampler.epoch_of(step)
     modules = (torch, deepspeed, diffusers, np)
@@ -98,31 +81,18 @@ def run_digests(
 
 
 def bins_digest(steps: Sequence[Step]) -> str:
-    """Return a digest of a packing plan. The digest changes if a sample moves to a different step, packed sequence or position.
-
-    Args:
-        steps: steps of the plan. A step is a sequence of bins (packed sequences). A bin is a sequence of sample indices. For one
-            StepPlan, pass `(plan.bins,)`.
-    """
+    """Return a digest of the bins of some steps, which changes if a sample moves to another step, bin or position."""
     return hashlib.blake2b(json.dumps(steps, default=int).encode(), digest_size=16).hexdigest()
 
 
 def weights_checksums(
     module: torch.nn.Module, device: torch.device, gather: bool = True
 ) -> tuple[list[str], Tensor]:
-    """Return a checksum of each parameter, from the values that this rank uses. Every rank must call this function.
+    """Return the names of the parameters, and a checksum of each from the values that this rank uses, int64 [P].
 
-    Under ZeRO-3, a partitioned parameter is gathered for its checksum and then released, one parameter at a time.
-    DeepSpeed keeps small parameters whole on each rank. These small parameters are not gathered, because gathering
-    would overwrite the copy that is to be checked.
-
-    Args:
-        module: module of the engine, at the end of a step.
-        device: device of the result. Each checksum is computed on the parameter's own device.
-        gather: whether to gather partitioned parameters. If not, the result does not contain these parameters.
-
-    Returns:
-        (names of the P parameters, checksums int64 [P]).
+    Every rank must call this function, at the end of a step. Under ZeRO-3, partitioned parameters are gathered one at a time, or
+    left out without `gather`. Small parameters, which DeepSpeed keeps whole, are not gathered, because gathering would overwrite
+    the copy that is to be checked.
     """
     sums = {}
     swapper = getattr(module, "swapper", None)
@@ -140,21 +110,11 @@ def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
 
 
 def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) -> int:
-    """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
+    """Compare every parameter between all ranks that have it, bit by bit, after a step. Return the number of parameters.
 
-    With tensor parallelism, the part of a divided parameter is compared between the ranks that have the same part.
-
-    The check does not change the training. It does not compare optimizer states or fp32 master weights, because ZeRO divides
-    them among the ranks.
-
-    Args:
-        engine: DeepSpeed engine of a DiT.
-        device: device of this rank.
-        gather: whether to also compare the parameters that ZeRO-3 has partitioned, after gathering them. All ranks gather a
-            parameter from the same partitions, so a difference shows that the gathering failed.
-
-    Returns:
-        Number of compared parameters.
+    Every rank must call this function. The training does not change. Optimizer states and master weights are not compared,
+    because ZeRO divides them among the ranks. With `gather`, ZeRO-3's partitioned parameters are compared too; all ranks gather
+    them from the same partitions, so a difference shows that the gathering failed.
 
     Raises:
         ConfigError: if the names, shapes or dtypes of the parameters differ between ranks.
@@ -174,18 +134,9 @@ def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) 
 
 
 def check_step(engine: Any, plan: StepPlan, device: torch.device, gather: bool = True) -> int:
-    """Compare the packing plan of the last step, and the weights after this step, between all ranks. Every rank must call
-    this function.
+    """Compare the plan of the last step between all ranks, and call `check_weights_agree`. Every rank must call this function.
 
-    Args:
-        engine: DeepSpeed engine of a DiT.
-        plan: packing plan of the last step: the samples of each packed sequence. It is an argument because this function must
-            not use the data sampler, which the prefetch thread is using.
-        device: device of this rank.
-        gather: whether to also compare the parameters that ZeRO-3 has partitioned, which must be gathered first.
-
-    Returns:
-        Number of compared parameters.
+    The plan is an argument because the prefetch thread is using the sampler.
 
     Raises:
         ConfigError: if the plan, or the names, shapes or dtypes of the parameters differ between ranks.

@@ -1,8 +1,8 @@
 """torchrun that restarts the workers after a crash: `python -m wands.watch.restart [options of torchrun] -m wands train ...`.
 
-`scripts/launch_multinode.sh` starts this program on every node. torchrun's own option --max-restarts is not enough. It would
-restart the workers even after an error that only the user can fix, and the workers would not resume from a checkpoint. It
-would also limit the restarts of the whole run, although a long run may need many restarts.
+`scripts/launch_multinode.sh` starts this program on every node. torchrun's own --max-restarts would restart the workers even
+after an error that only the user can fix, without resuming from a checkpoint, and would limit the restarts of the whole run,
+although a long run may need many.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _log = logging.getLogger("wands.watch.restart")  # this module is also `__main__
 MAX_RESTARTS = 3
 """Number of restarts without a new checkpoint after which the run ends."""
 _SAVE_TIMEOUT = 3600
-"""Seconds in which workers can finish the current step and save, after a signal. torchrun's default of 30 s is too short for a
-long step."""
+"""Seconds for workers to finish the current step and save, after a signal. torchrun's 30 s are too short for a long step."""
 _RESUME = "wands/resume"
 _RESTART = f"%s; restarting (restart %d of at most {MAX_RESTARTS} without a new checkpoint)"
 _GIVE_UP = (
@@ -45,11 +44,10 @@ _GIVE_UP = (
 
 
 class RestartingAgent(LocalElasticAgent):
-    """torchrun's agent on a node, which restarts the workers of the node after a crash.
+    """torchrun's agent on a node, which restarts the workers of the node after a crash, with the option `--resume`.
 
-    The agent does not restart the workers in three cases: after an error that only the user can fix, after a stop that a
-    signal requested, and after `MAX_RESTARTS` restarts without a new checkpoint. The option `--resume` is given to restarted
-    workers, and to workers on a node that joins the run after a restart.
+    It does not after an error that only the user can fix, after a stop that a signal requested, and after `MAX_RESTARTS` restarts
+    without a new checkpoint. Workers on a node that joins after a restart also get `--resume`.
     """
 
     def __init__(self, spec: Any, **options: Any) -> None:
@@ -109,7 +107,7 @@ class RestartingAgent(LocalElasticAgent):
 
 
 def main() -> None:
-    """Run torchrun with `RestartingAgent`, which restarts the workers after a crash.
+    """Run torchrun with `RestartingAgent`.
 
     The exit code is 2 if the workers fail and are not restarted, and 1 if the nodes do not find each other.
     """

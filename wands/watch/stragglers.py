@@ -18,25 +18,17 @@ from wands.run.append_log import EventLog
 from wands.texts import Log
 
 WINDOW = 50
-"""Number of steps between two comparisons of the ranks. A comparison uses the medians over these steps."""
+"""Number of steps between two comparisons of the ranks, which use the medians over these steps."""
 SLOW = 1.2
-"""Smallest ratio with which a rank counts as slow. The ratio is the rank's time / the median time of the other ranks, for equal
-work."""
+"""Smallest ratio with which a rank counts as slow: its time / the median time of the other ranks, for equal work."""
 
 
 class ComputeTimes:
     """Time that this rank computes in the feed-forward layers of the transformer blocks, without waiting for other ranks.
 
-    The duration of a step does not show which rank is slow, because all ranks wait for the slowest rank. The linear layers of
-    the feed-forward contain no communication, so their time does not depend on other ranks. At ZeRO-3, the time in which their
-    weights are gathered is not included.
-
-    Args:
-        models: the DiTs. `deepspeed.initialize` must already have wrapped them, so that the hooks of this class run inside the
-            hooks of ZeRO-3.
-        device: device of this rank.
-        events: log to which slow ranks are written.
-        log: function that prints a line for the user.
+    The duration of a step does not show which rank is slow, because all wait for the slowest. The linear layers of the
+    feed-forward contain no communication. At ZeRO-3, the time to gather their weights is not included: `deepspeed.initialize`
+    must already have wrapped the DiTs, so that these hooks run inside those of ZeRO-3.
     """
 
     def __init__(
@@ -57,10 +49,7 @@ class ComputeTimes:
                     layer.register_forward_hook(self._mark, prepend=True)
 
     def _mark(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *output: torch.Tensor) -> None:
-        """Record the time before or after a forward pass of a layer. This method is a hook for both moments.
-
-        PyTorch passes `output` only after the forward pass.
-        """
+        """Record the time before a forward pass of a layer, or after it, where PyTorch passes `output`."""
         if not layer.training:  # samples and evaluations are not part of a step
             return
         self._num_inputs += 0 if output else inputs[0].numel()
@@ -71,16 +60,9 @@ class ComputeTimes:
             self._marks.append(time.perf_counter())
 
     def end_step(self, step: int) -> list[float] | None:
-        """Record the compute time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
+        """Record the compute time of a step; after each `WINDOW` steps, report slow ranks. Every rank must call this method.
 
-        Every rank must call this method after each step.
-
-        Args:
-            step: number of optimizer steps that the run has made.
-
-        Returns:
-            For each rank, the median seconds per step in the feed-forward layers, over the last `WINDOW` steps. None if the
-            ranks were not compared after this step.
+        Return the median seconds per step in the feed-forward layers of each rank, or None if the ranks were not compared.
         """
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
         if self._device.type == "cuda":
@@ -111,19 +93,12 @@ class ComputeTimes:
 
 
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
-    """Find the ranks that are slower than the other ranks.
+    """Return the ratio of each slow rank, slowest first.
 
-    Each rank has two ratios, one for each column of `table`: the rank's value / the median value of the other ranks. A rank is
-    slow if both ratios are at least `SLOW`. If only the seconds were compared, a rank with more tokens than the other ranks
-    would also be reported. If only the seconds per input value were compared, a rank with fewer tokens would also be
-    reported, because each layer has a constant cost.
-
-    Args:
-        table: [world_size, 2], for each rank the seconds per step in the feed-forward layers, and these seconds divided by
-            the number of input values (elements of the inputs of these layers).
-
-    Returns:
-        A dict that maps each slow rank to the smaller of its two ratios, slowest rank first.
+    `table` [world_size, 2] has the seconds per step in the feed-forward layers of each rank, and these seconds per element of the
+    layers' inputs. The ratio is the rank's value / the median of the other ranks, the smaller one of both columns; a rank is slow
+    from `SLOW` on. The seconds alone would also report a rank with more tokens, the seconds per element one with fewer, because
+    each layer has a constant cost.
     """
     ratios = {}
     for rank in range(len(table) if len(table) > 1 else 0):

@@ -1,11 +1,7 @@
 """Watch a training process for requests to stop, for steps that do not end, and for lost connections to other ranks.
 
-A thread watches the launcher, the signals and the progress of the training. After each step, `take_requests` reads the requests
-of the user.
-
-If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder. The rank then
-waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. This works even
-if the network is down or a process is suspended.
+If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder, and waits for those
+of the others. A rank without a file does not answer. This works even if the network is down or a process is suspended.
 """
 
 from __future__ import annotations
@@ -46,8 +42,8 @@ ONE_REQUEST = 2.0
 
 STEP_FACTOR = 10.0
 STEP_FLOOR = 300.0
-"""If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest
-duration of the last 50 steps, and STEP_FLOOR seconds.
+"""Without `train.step_timeout`, the limit of a step is STEP_FACTOR times the longest of the last 50 steps, and at least
+STEP_FLOOR seconds.
 """
 
 _TICK = 1.0
@@ -62,11 +58,11 @@ class Watchdog:
     """Thread that watches a training process, used in a `with` statement around the whole run.
 
     The end of the launcher, SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) request a stop. Signals within `ONE_REQUEST`
-    seconds of the first signal count as one request. A later SIGINT ends the process at once. A signal that was ignored at the
-    start of the process stays ignored.
+    seconds of the first count as one request. A later SIGINT ends the process at once. A signal that was ignored at the start of
+    the process stays ignored.
 
     Args:
-        launcher: ancestors of this process, from its parent up to the launcher of the training. See `find_launcher`.
+        launcher: result of `find_launcher`.
         heartbeat: function that is called about once a second with the name of the current work and its seconds so far.
 
     Attributes:
@@ -143,10 +139,7 @@ class Watchdog:
         self.begin_work(f"the work after step {step}")
 
     def begin_work(self, work: str, limit: float | None = None) -> None:
-        """Limit the time of work that begins now, such as saving a checkpoint. The limit of the previous work ends.
-
-        The default limit is the `timeout` of `watch_run`.
-        """
+        """Limit the time of work that begins now, by default to the `timeout` of `watch_run`. The previous limit ends."""
         # A new tuple, also if its values are equal.
         self._allowed = (work, self._timeout if limit is None else limit)
 
@@ -244,18 +237,16 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file to which a rank writes its stack traces, from which other ranks know that the rank still responds."""
+    """Return the file to which a rank writes its stack traces, and by which it answers."""
     return folder / f"rank-{rank}.txt"
 
 
 def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
     """Write the stack traces of this rank to a folder, and wait some seconds for those of the other ranks.
 
-    `error` is the exception that has ended the training of this rank; None if the main thread still runs.
-
-    Returns:
-        (text, flag). The text names the ranks that do not answer, and the current function of each rank that answers. The flag is
-        True only on the lowest rank that answers, so that one rank prints the text.
+    `error` is the exception that has ended the training of this rank; None if the main thread still runs. Return a text with the
+    ranks that do not answer and the current function of each rank that does, and a flag that is True only on the lowest rank that
+    answers, so that one rank prints the text.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -277,7 +268,7 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
 
 
 def dump_collectives(folder: Path) -> None:
-    """Write a JSON file with the last collective operations of this rank, which PyTorch's flight recorder has stored."""
+    """Write a JSON file with the last collective operations of this rank from PyTorch's flight recorder."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
         with contextlib.suppress(AttributeError, OSError, RuntimeError):
             file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
@@ -299,7 +290,7 @@ def _place(error: BaseException | None) -> str:
 
 
 def take_requests(output_dir: Path) -> set[str]:
-    """Return the names of the requests of the user, which are files in the run folder, and remove the files.
+    """Return the names of the user's requests, which are files in the run folder, and remove the files.
 
     A request that cannot be removed would come again after every step, so it does not count.
     """
