@@ -1,16 +1,8 @@
-"""Export a latent cache for other programs: safetensors files or WebDataset tars.
+"""Export a latent cache for other programs: `python -m data_tools.export CACHE OUT --format safetensors|webdataset`.
 
-python -m data_tools.export CACHE OUT --format safetensors|webdataset
-
-OUT contains export.manifest (manifest of the cache), null_text.safetensors (embedding of the empty caption) and the samples.
-
-- With --format safetensors, each sample is one file with latents and text_embeds in bf16, and the arrays of the other inputs
-  of the model: image_latents and image_embeds for image-to-video models, and token_weights if a clip has a mask. The file's
-  header contains the key, the caption and other metadata.
-- With --format webdataset, the safetensors files are in tars of about 1 GiB. Next to each safetensors file, the tar
-  contains the caption as .txt and the metadata as .json.
-
-python -m data_tools.import_cache converts an export of either format to an identical cache.
+OUT contains export.manifest, null_text.safetensors (embedding of the empty caption), and a safetensors file for each sample, with
+key, caption and other metadata in its header. With webdataset, the files are in tars of about 1 GiB, each with the caption as
+.txt and the metadata as .json. `data_tools.import_cache` converts an export to an identical cache.
 """
 
 from __future__ import annotations
@@ -42,25 +34,14 @@ NULL_NAME = "null_text.safetensors"
 EXPORT_FORMAT = "wands export"
 FORMATS = ("safetensors", "webdataset")
 NAME_LENGTH = 150
-"""Largest length of a file name without extension, in characters. File systems and tars allow 255 bytes for the whole
-name."""
+"""Largest length of a file name without extension, in characters. File systems and tars allow 255 bytes for the whole name."""
 
 
 def export_cache(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 << 30) -> int:
-    """Write every sample of a cache to a new folder, and verify the checksum of each sample.
+    """Write every sample of a cache to the new folder `out`, verify their checksums, and return their number.
 
-    The samples are written to a temporary folder, which gets the name `out` when it is complete. The next run removes the
-    temporary folder of a killed run.
-
-    Args:
-        path: folder of the cache.
-        out: folder to create.
-        format: "safetensors" or "webdataset".
-        max_bytes: limit for the size of a tar in bytes. A tar that has reached the limit gets no further sample, so a
-            tar can exceed the limit by one sample.
-
-    Returns:
-        Number of samples.
+    A temporary folder is renamed at the end; the next run removes that of a killed run. A tar that has reached `max_bytes` gets
+    no further sample, so it can exceed the limit by one sample.
 
     Raises:
         CacheError: if the cache is damaged or the disk is full.
@@ -113,10 +94,9 @@ def _write(cache: LatentCache, out: Path, format: str, max_bytes: int, lock: Wri
 
 
 def file_name(i: int, key: str) -> str:
-    """Return a file name for sample `i`, without extension. Every file system accepts this name.
+    """Return the name without extension of sample `i`: `i` and the percent-encoded key, cut to `NAME_LENGTH` characters.
 
-    The name consists of the number `i` and the percent-encoded key. If the name has more than `NAME_LENGTH` (150) characters,
-    its end is cut off. The name contains no dot, because WebDataset treats the text after the first dot as the extension.
+    It contains no dot, because WebDataset treats the text after the first dot as the extension.
     """
     readable = quote(key.encode("utf-8", "surrogateescape"), safe="").replace(".", "%2E")
     return f"{i:08d}-{readable}"[:NAME_LENGTH]
@@ -133,8 +113,6 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
 
 
 class _Tars:
-    """Writer that stores samples in consecutive tars of limited size."""
-
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
         self._max_bytes = max_bytes

@@ -1,13 +1,7 @@
 """Convert an export of data_tools.export, or a cache of musubi-tuner, into a latent cache.
 
-python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
-
-SOURCE is a folder that data_tools.export wrote, with export.manifest and safetensors files or tars. SOURCE can also be the
-cache_directory of musubi-tuner for Wan, with the files *_wan.safetensors and *_wan_te.safetensors. musubi-tuner does not
-store the names of its encoders, so its cache needs --model.
-
-The program opens no pickle, and reads tars without unpacking them. If the program is killed, the same command continues
-the import.
+`python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]`; a cache of musubi-tuner does not name its encoders, so it
+needs --model. No pickle is opened, and no tar is unpacked. If the program is killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -54,23 +48,14 @@ EncodedClip = tuple[Sample, dict[str, Any]]
 
 
 def import_cache(source: str | Path, out: str | Path, model: str | None = None) -> int:
-    """Write encoded samples to a cache, or continue an interrupted import.
+    """Write the samples of an export, or of a cache of musubi-tuner, to a cache, or continue an import. Return their number.
 
-    Args:
-        source: folder of an export, or cache folder of musubi-tuner.
-        out: cache folder.
-        model: pipeline folder or Hub id with the VAE and the text encoder that musubi-tuner used. It must be None if
-            `source` is an export.
-
-    Returns:
-        Number of samples in the cache.
+    `model` is the pipeline folder or Hub id with the VAE and the text encoder of musubi-tuner; None for an export.
 
     Raises:
         CacheError: if `out` is a cache with other settings, or the disk is full.
-        ConfigError: if `model` is missing for a cache of musubi-tuner, is given for an export, or is an image-to-video
-            model. Conditioning frames cannot be imported.
-        DataError: if `source` contains nothing to import, or a file is damaged, is a pickle, or does not fit the model.
-            The message names the file.
+        ConfigError: if `model` is missing for musubi-tuner, is given for an export, or is an image-to-video model.
+        DataError: if `source` has nothing to import, or the named file is damaged, is a pickle, or does not fit the model.
     """
     source = Path(source)
     if (source / EXPORT_NAME).is_file():
@@ -167,16 +152,7 @@ def _read_tars(source: Path, arrays: Sequence[ArraySpec]) -> Iterator[EncodedCli
 
 
 def _exported(content: bytes, place: str, arrays: Sequence[ArraySpec]) -> EncodedClip:
-    """Return the sample that a safetensors file of an export contains, and verify its checksum.
-
-    Args:
-        content: bytes of the file.
-        place: name of the file, for error messages.
-        arrays: arrays of the cache.
-
-    Raises:
-        DataError: if the file is damaged.
-    """
+    """Return the sample in a safetensors file of an export, and verify its checksum. `place` names the file in messages."""
     try:
         header = _read_metadata(content)
         stored = load(content)
@@ -199,10 +175,7 @@ def _exported(content: bytes, place: str, arrays: Sequence[ArraySpec]) -> Encode
 
 
 def _read_metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file, read from the header at the start of `content`.
-
-    The result is empty if the header contains no metadata.
-    """
+    """Return the metadata in the header of a safetensors file; {} if there is none."""
     size = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + size]).get("__metadata__", {})
 
@@ -232,15 +205,9 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
 
 
 def _musubi_item(path: Path) -> EncodedClip:
-    """Read the latents and the text embeddings of one clip from two files of musubi-tuner 0.2.
+    """Read the latents in `path` and the text embeddings next to it: one clip of musubi-tuner 0.2.
 
     Source: kohya-ss/musubi-tuner, src/musubi_tuner/dataset (save_latent_cache_wan, save_text_encoder_output_cache_wan).
-
-    Args:
-        path: file with the latents. The file with the text embeddings is in the same folder.
-
-    Raises:
-        DataError: if a file is missing, is damaged, or has an unexpected name or unexpected tensors.
     """
     named = MUSUBI_LATENTS.fullmatch(path.name)
     if named is None:

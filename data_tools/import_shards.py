@@ -1,15 +1,10 @@
-"""Convert encoded shards of other training programs into a latent cache. No videos are needed.
+"""Convert encoded shards of other training programs into a latent cache, without their videos.
 
-python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]
+`python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]` reads two formats:
 
-SHARDS is one shard, or a folder of shards in one of two formats:
-
-- Energon tars of NVIDIA DFM or Megatron-Bridge: a .pth file with the latents and a .json file with the caption for each
-  sample. The program encodes the captions with the text encoder of --model.
-- TFRecord files of MaxDiffusion. They contain no captions, so the program uses their stored text embeddings.
-
-Shards do not contain the frame rate of the clips. --fps sets it; the default is the frame rate of the model. Loading a .pth
-file runs no code, and .pickle files are never opened.
+- Energon tars of NVIDIA DFM or Megatron-Bridge: a .pth file with the latents and a .json file with the caption per sample. The
+  captions are encoded with --model. Loading a .pth runs no code, and .pickle files are never opened.
+- TFRecord files of MaxDiffusion, which have no captions: their stored text embeddings are used.
 """
 
 from __future__ import annotations
@@ -42,22 +37,13 @@ from wands.variants import TEXT_LEN, Variant
 
 CONTRAST = 0.4
 JITTER = 0.3
-"""Assumptions about normalized latents, with which `check_latents` decides whether latents are normalized.
-
-Let s be the standard deviation of one channel in one clip. log(s) varies from clip to clip with standard deviation 0.4, and
-between the channels of one clip with standard deviation 0.3.
-"""
+"""Assumptions of `check_imported_latents` about normalized latents. The log of a channel's standard deviation in one clip varies
+by 0.4 from clip to clip, and by 0.3 between the channels of one clip."""
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Result of an import.
-
-    Attributes:
-        num_samples: number of samples in the cache.
-        num_reused: number of samples in the cache that an earlier run wrote.
-        rejected: samples that cannot be used, each with the reason.
-    """
+    """Result of an import. `num_samples` counts all samples in the cache, `num_reused` those of an earlier run."""
 
     num_samples: int
     num_reused: int
@@ -67,21 +53,13 @@ class ImportReport:
 def import_shards(
     source: str | Path, out: str | Path, model: str | Path, *, fps: float | None = None, device: str = "cpu"
 ) -> ImportReport:
-    """Write the samples of encoded shards to a cache, or continue an interrupted import.
+    """Write the samples of a shard, or of all shards in a folder at any depth, to a cache, or continue an interrupted import.
 
-    Args:
-        source: a shard, or a folder with shards at any depth.
-        out: cache folder.
-        model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name their
-            encoders, so the import cannot check the model itself. It checks only that the shapes of latents and text
-            embeddings fit the model, and that the latents are normalized.
-        fps: frames per second of the clips; shards do not contain this number. None means the frame rate of the model's
-            variant.
-        device: device of the text encoder.
+    `model` is the pipeline folder or Hub id with the VAE and text encoder of the shards. Shards do not name them, so only the
+    shapes and the normalization of the latents are checked. Nor do they contain `fps`; None is the frame rate of the variant.
 
     Raises:
-        ConfigError: if the device is invalid, or the model is not complete or is an image-to-video model. Conditioning frames
-            cannot be imported.
+        ConfigError: if the device is invalid, or the model is incomplete or needs conditioning frames, which cannot be imported.
         DataError: if there are no shards or no usable samples.
         CacheError: if the cache has other settings, or the disk is full.
     """
@@ -125,16 +103,10 @@ def import_shards(
 
 
 def read_variant_and_std(model: str | Path) -> tuple[Variant, Tensor]:
-    """Return the variant (kind of Wan model) of a model, and the standard deviation of each latent channel.
-
-    The standard deviations are `latents_std` of the model's VAE, as a tensor with the shape [latent channels].
-
-    Args:
-        model: pipeline folder or Hub id.
+    """Return the variant of a pipeline folder or Hub id, and `latents_std` of its VAE, [latent channels].
 
     Raises:
-        ConfigError: if the model is not complete, or is an image-to-video model. An image-to-video model needs conditioning
-            frames, which cannot be imported.
+        ConfigError: if the model is incomplete, or needs conditioning frames, which cannot be imported.
     """
     from diffusers import AutoencoderKLWan
 
@@ -150,11 +122,9 @@ def read_variant_and_std(model: str | Path) -> tuple[Variant, Tensor]:
 
 
 def imported_fingerprint(model: str | Path, imported: Any) -> dict[str, Any]:
-    """Return the fingerprint (encoders and settings) of a cache whose latents another program encoded.
+    """Return the fingerprint of a cache whose latents another program encoded with the encoders of `model`.
 
-    Args:
-        model: pipeline folder or Hub id of the encoders.
-        imported: JSON value that describes the encoding of the latents, for example the name of the other program.
+    `imported` is a JSON value that describes the encoding, for example the name of the program.
     """
     settings = {
         "imported": imported,
@@ -187,14 +157,7 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 def _fitting_samples(
     samples: Iterator[EncodedSample | Rejection], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
-    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`.
-
-    Args:
-        samples: result of `read_samples`.
-        variant: model variant of the cache.
-        std: [latent channels], latents_std of the VAE, for `check_latents`.
-        rejected: list to which the rejections are appended.
-    """
+    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`."""
     for sample in samples:
         if isinstance(sample, Rejection):
             rejected.append(sample)
@@ -230,20 +193,13 @@ def check_text_embeds(text: Tensor, variant: Variant) -> None:
 
 
 def check_imported_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
-    """Check that latents have a shape that a variant can train on, are finite, and are normalized.
+    """Check that latents [latent channels, frames, rows, columns] can train a variant, are finite, and are normalized.
 
-    The standard deviation of each channel is near 1 for normalized latents, and near the VAE's `std` for latents that are
-    not normalized. The contrast of a clip multiplies all standard deviations by one common factor. The ratios
-    between the channels' standard deviations therefore have more influence on the check than their absolute values.
-
-    Args:
-        latents: [latent channels, frames, rows, columns].
-        variant: variant to train.
-        std: [latent channels], latents_std of the VAE.
+    The standard deviation of each channel is near 1 for normalized latents, and else near the VAE's `std`. The contrast of a clip
+    multiplies all of them by one factor, so the ratios between the channels count more than the absolute values.
 
     Raises:
-        DataError: if the shape does not fit, a number is not finite, a channel is constant, or the latents seem not
-            normalized.
+        DataError: if the shape does not fit, a number is not finite, a channel is constant, or the latents seem not normalized.
     """
     channels = variant.dit.out_channels
     patch = variant.dit.patch_size
@@ -273,15 +229,10 @@ def check_imported_latents(latents: Tensor, variant: Variant, std: Tensor) -> No
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return how unlikely the standard deviations of the channels are for normalized latents.
+    """Return how unlikely the standard deviations `spread` of the channels are for normalized latents.
 
-    The result is a negative log-likelihood without constant terms. The likelihood assumes that the standard deviation of a
-    channel is the product of two random factors: a factor of the whole clip, and a factor of the channel. The logarithm of the
-    clip's factor is normal with mean 0 and standard deviation `CONTRAST` (0.4). The logarithm of the channel's factor is normal
-    with mean 0 and standard deviation `JITTER` (0.3).
-
-    Args:
-        spread: float [latent channels], standard deviation of each channel.
+    It is a negative log-likelihood without constant terms. Each standard deviation is taken as the product of a factor of the
+    clip and a factor of the channel, whose logs are normal with mean 0 and standard deviations `CONTRAST` and `JITTER`.
     """
     logs = spread.double().log()
     contrast = logs.mean()

@@ -25,12 +25,7 @@ STRIP_FRAMES = 8
 
 
 def describe_cache(cache: LatentCache, num_rows: int) -> str:
-    """Return a text that describes a cache and lists its first samples. No latents are decoded to images.
-
-    Args:
-        cache: the cache.
-        num_rows: number of samples to list.
-    """
+    """Return a text that describes a cache and lists its first `num_rows` samples. No latents are decoded to images."""
     index = cache.index
     variant = cache.manifest["variant"]
     tokens = cache.num_tokens(tuple(variant["patch_size"]))
@@ -62,16 +57,7 @@ def describe_cache(cache: LatentCache, num_rows: int) -> str:
 
 
 def decode(cache: LatentCache, key: str, model: str, out: Path) -> tuple[int, ...]:
-    """Decode one sample and write it as a video or as an image with a row of frames.
-
-    Args:
-        cache: the cache. The checksum of the sample is verified.
-        key: key of the sample.
-        model: diffusers pipeline folder or Hub id with the VAE that made the cache.
-        out: an .mp4 file for the video, or a .png file for up to eight frames side by side.
-
-    Returns:
-        Shape (frames, height, width, 3) of the decoded video.
+    """Decode one sample to an .mp4, or to a .png with up to eight frames side by side, and return its shape [F, H, W, 3].
 
     Raises:
         CacheError: if the sample does not exist or is damaged, or the VAE of `model` did not make the cache.
@@ -116,10 +102,7 @@ def _dims(spec: ArraySpec) -> str:
 
 
 def _short(values: Any) -> str:
-    """Return the names and values of one component of a cache's fingerprint (encoders and settings), in one line.
-
-    A component is, for example, the VAE. Values that are None or False are left out, and hashes are cut to eight digits.
-    """
+    """Return one component of a fingerprint, such as the VAE, in one line, with the first eight digits of hashes."""
     return ", ".join(f"{name} {value}" for name, value in _flat(values))
 
 

@@ -1,9 +1,6 @@
-"""Merge several caches of the same model and settings.
+"""Merge several caches of the same model and settings: `python -m data_tools.merge CACHE... --out OUT`.
 
-python -m data_tools.merge CACHE... --out OUT
-
-OUT is a new folder, which gets the samples of all CACHE folders. Nothing is encoded again. OUT also gets one list of the
-rejected clips of all caches. If the program is killed, the same command continues the merge.
+Nothing is encoded again. OUT also gets one list of the rejected clips. If the program is killed, the same command continues.
 """
 
 from __future__ import annotations
@@ -33,10 +30,9 @@ class Merged:
     """Result of `merge`.
 
     Attributes:
-        num_samples: number of samples in the merged cache.
-        num_copied: number of samples that this run copied. An earlier run copied the other samples.
-        duplicates: keys for which several caches contain equal samples. The merged cache contains each of these keys once.
-        num_rejected: number of rejected clips of all caches, which rejects.jsonl lists.
+        num_copied: samples that this run copied; an earlier run copied the others.
+        duplicates: keys with equal samples in several caches, which are stored once.
+        num_rejected: rejected clips of all caches, which rejects.jsonl lists.
     """
 
     num_samples: int
@@ -48,16 +44,11 @@ class Merged:
 def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
     """Copy the samples of several caches into one cache without any change, and verify the checksum of each sample.
 
-    Args:
-        out: folder of the merged cache. The folder is new, or an earlier run with the same caches wrote it.
-        paths: folders of the caches. If several caches contain the same key, their samples must have equal latents and
-            text. The merged cache gets the sample and the metadata of the first of these caches.
+    `out` is new, or from an earlier run with the same caches. Of equal samples with the same key, the first is kept.
 
     Raises:
-        CacheError: if a cache is damaged, or the caches differ in fingerprint (encoders and settings). The message names the
-            difference.
-        ConfigError: if samples with the same key differ, `out` is one of the caches, or `out` contains a sample that is in none
-            of the caches.
+        CacheError: if a cache is damaged, or the caches differ in fingerprint. The message names the difference.
+        ConfigError: if samples with the same key differ in latents or text, or `out` is one of the caches or has other samples.
     """
     caches = [LatentCache(path, verify=True) for path in paths]
     if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
@@ -91,9 +82,7 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
 
 
 def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:
-    """Write the lists of rejected clips of all caches to one list in `out`, without repeated lines, and return the number
-    of lines.
-    """
+    """Write the rejected clips of all caches to one list in `out`, without repeated lines, and return their number."""
     files = [path for cache in caches if (path := cache.path / REJECTS_NAME).is_file()]
     texts = [path.read_text(encoding="utf-8") for path in files]
     lines = dict.fromkeys(line for text in texts for line in text.split("\n") if line)
@@ -103,16 +92,9 @@ def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:
 
 
 def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCache, int]]) -> int:
-    """Copy samples from one or several caches into a new cache, or continue an interrupted copy.
+    """Copy (cache, index) samples into a new cache, or continue a copy, and return the number of samples that were copied now.
 
-    Args:
-        like: cache from which the new cache gets its model variant, its fingerprint (encoders and settings) and its
-            embedding of the empty caption.
-        out: folder of the new cache.
-        places: (cache, index of the sample in this cache) for each sample to copy.
-
-    Returns:
-        Number of samples that this run copied.
+    The new cache gets the variant, fingerprint and empty caption of the cache `like`.
 
     Raises:
         CacheError: if a sample is damaged, the disk is full, or `out` has another fingerprint than `like`.

@@ -16,15 +16,9 @@ from wands.texts import escape_unprintable, log_to_stderr, safe_lines
 
 
 def program(options: type[Options], run: Callable[[Any], int]) -> Callable[..., int]:
-    """Return the main function of a program.
+    """Return the main function of a program, which takes command-line arguments and returns the exit code of `run`.
 
-    The main function takes a list of command-line arguments. Without a list, it uses the arguments of the process. It returns
-    the exit code. A user error (a `WandsError`) is printed in one line. An error in the command line is printed with the usage.
-    The exit code is 2 after both kinds of errors.
-
-    Args:
-        options: class whose fields are the options of the program, as for the subcommands of `wands`.
-        run: function that takes an instance of `options`, and returns the exit code.
+    A WandsError is printed in one line, an error in the command line with the usage; the exit code is then 2.
     """
     command = build_command(options, run)
 

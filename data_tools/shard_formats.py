@@ -1,7 +1,6 @@
 """Read encoded samples from shards of other programs: tars of DFM or Megatron-Bridge, and TFRecords of MaxDiffusion.
 
-torch.load reads the latents with weights_only=True, which runs no code. Files with pickled text embeddings are never
-opened.
+torch.load reads the latents with weights_only=True, which runs no code. Files with pickled text embeddings are never opened.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ class EncodedSample:
     """One sample of a shard.
 
     Attributes:
-        key: name of the shard, and name or number of the sample in the shard.
-        path: the shard.
+        key: name of the shard, and name or number of the sample in it.
         latents: [latent channels, frames, rows, columns] in the float type of the shard.
-        caption: caption of the clip; None if the format has no captions.
-        text_embeds: [text tokens, width of the text encoder], stored text embeddings; None if the format has captions.
-        content: hash of the sample's stored bytes.
-        encoding: settings with which the latents were encoded. All samples of a cache must have equal settings.
-        source: path of the video; empty if the shard does not contain it.
+        content: hash of the stored bytes.
+        encoding: settings of the encoding, which must be equal in a cache.
+        caption: None if the format has no captions.
+        text_embeds: [text tokens, width]; None if the format has captions.
+        source: path of the video, or empty.
     """
 
     key: str
@@ -52,10 +50,10 @@ class EncodedSample:
 
 
 def find_shards(source: Path) -> list[Path]:
-    """Return all shards in the folder `source` and its subfolders. If `source` is one shard, return this shard.
+    """Return `source`, if it is a shard, or all shards in this folder and its subfolders.
 
     Raises:
-        DataError: if there are no shards, or there are both tars and TFRecords.
+        DataError: if there are no shards, or both tars and TFRecords.
     """
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     shards = [path for path in files if is_tar(path) or _is_tfrecord(path)]
@@ -77,10 +75,7 @@ def _is_tfrecord(path: Path) -> bool:
 def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample | Rejection]:
     """Yield the samples of all shards, and a rejection for each sample or shard that cannot be read.
 
-    Args:
-        shards: result of `find_shards`.
-        source: folder in which the shards were found, or the only shard. The key of a sample starts with the path of its
-            shard relative to the folder, or with the file name of the only shard.
+    A sample's key starts with the path of its shard relative to the folder `source`, or with the name of the only shard.
     """
     root = source if source.is_dir() else source.parent
     for path in shards:
@@ -92,14 +87,7 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
 
 
 def _read_energon(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
-    """Yield the samples of a tar of DFM or Megatron-Bridge, and a rejection for each sample that cannot be read.
-
-    A sample consists of a .pth file with the latents and a .json file with the caption. A .pickle file is never opened.
-
-    Args:
-        path: the tar.
-        name: path of the tar relative to the source. The keys of the samples start with this path, without the extension.
-    """
+    """Yield the samples (.pth with latents, .json with the caption) of a tar. A .pickle file is never opened."""
     base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
     with TarReader(path) as reader:
         for sample, members in reader.samples.items():
@@ -157,14 +145,7 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
 
 
 def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
-    """Yield the samples of a TFRecord file of MaxDiffusion, and a rejection for each sample that cannot be read.
-
-    A sample consists of latents and encoder_hidden_states (text embeddings).
-
-    Args:
-        path: the TFRecord file.
-        name: path of the file relative to the source. The keys of the samples start with this path, without the extension.
-    """
+    """Yield the samples (latents, encoder_hidden_states) of a TFRecord file of MaxDiffusion."""
     for number, record in enumerate(read_tfrecords(path)):
         key = f"{name.rpartition('.')[0]}/{number:06d}"
         try:
@@ -196,7 +177,7 @@ def _without_batch(tensor: Tensor, ndim: int) -> Tensor:
 
 
 def _without_pads(text: Tensor) -> Tensor:
-    """Return text embeddings [text tokens, width] without the zero rows at the end. Training appends the rows again."""
+    """Return text embeddings [text tokens, width] without the zero rows at the end, which training appends again."""
     if text.ndim != 2:
         return text
     used = (text != 0).any(dim=1).nonzero()

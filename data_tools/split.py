@@ -1,12 +1,7 @@
-"""Split a cache into two caches, by a stable hash of the clips' names or by a list of keys.
+"""Split a cache into two caches: `python -m data_tools.split CACHE OUT_A OUT_B --fraction F | --keys-file FILE`.
 
-python -m data_tools.split CACHE OUT_A OUT_B --fraction F
-python -m data_tools.split CACHE OUT_A OUT_B --keys-file FILE
-
-With --fraction, a fraction F of the clips goes to OUT_A, each clip with all its samples. With --keys-file, the samples
-whose keys are in FILE, one key per line, go to OUT_A. All other samples go to OUT_B.
-
-If the program is killed, the same command continues the split.
+OUT_A gets a fraction of the clips with all their samples, or the samples whose keys are in FILE, one per line. If the program is
+killed, the same command continues the split.
 """
 
 from __future__ import annotations
@@ -32,25 +27,15 @@ def split_cache(
     fraction: float | None = None,
     keys: Collection[str] | None = None,
 ) -> tuple[int, int]:
-    """Copy each sample of a cache into one of two new caches. Exactly one of `fraction` and `keys` must be set.
+    """Copy each sample of a cache into one of two new caches, and return their numbers of samples.
 
-    Args:
-        path: folder of the cache, which is not changed.
-        out_a: folder for the samples in `keys`, or for the clips whose hash is below `fraction`.
-        out_b: folder for the other samples.
-        fraction: fraction of the clips for `out_a`, between 0 and 1. Only a hash of the clip's name selects the folder, so
-            all samples of a clip go to one folder. If clips are added to the cache and `fraction` stays the same, a later
-            split puts the earlier clips into the same folders. If a later split has a larger fraction, some clips move from
-            `out_b` to `out_a`, and no clip moves from `out_a` to `out_b`.
-        keys: keys of the samples for `out_a`.
-
-    Returns:
-        Number of samples in `out_a` and in `out_b`.
+    `out_a` gets the samples in `keys`, or `fraction` of the clips; exactly one is set. A hash of the clip's name selects the
+    folder: all samples of a clip go to one folder, a later split of a grown cache puts the earlier clips into the same folders,
+    and a larger fraction only moves clips from `out_b` to `out_a`.
 
     Raises:
         CacheError: if the cache is damaged or the disk is full.
-        ConfigError: if `fraction` is not between 0 and 1, a key is not in the cache, two folders are equal, or one of the new
-            caches would be empty.
+        ConfigError: if `fraction` is not between 0 and 1, a key is unknown, two folders are equal, or a new cache would be empty.
     """
     assert (fraction is None) != (keys is None)
     cache = LatentCache(path, verify=True)
@@ -82,7 +67,7 @@ def split_cache(
 
 
 def name_hash(name: str) -> float:
-    """Return a number in [0, 1) that depends only on a clip's name. The number is the same on every machine."""
+    """Return a number in [0, 1) that depends only on a clip's name, on every machine."""
     content = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 

@@ -1,7 +1,6 @@
 """Read TFRecord files and their tf.train.Example messages without TensorFlow.
 
-A record consists of its length (8 bytes), a checksum of the length, the data, and a checksum of the data. The checksums are
-masked CRC-32C. Only tensors written by `tf.io.serialize_tensor` are decoded.
+A record is its length (8 bytes), a masked CRC-32C of the length, the data, and a masked CRC-32C of the data.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from torch import Tensor
 from wands.errors import DataError
 
 _TABLE = np.array(CRC_TABLE, np.uint32)
-"""CRC-32C table, [256]. Entry i is the new value of the CRC register after a byte with the value i, if the register was 0
-before."""
+"""CRC-32C table, [256]. Entry i is the value of a zero CRC register after a byte with the value i."""
 _BLOCK = 4096
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-"""Maps numbers of the TensorFlow enum DataType to torch dtypes. Other dtypes are not supported."""
+"""Torch dtypes of the supported numbers of the TensorFlow enum DataType."""
 
 
 # ---- checksum
@@ -37,10 +35,9 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _skip_tables() -> np.ndarray:
-    """Return tables that advance a CRC-32C register over `_BLOCK` (4096) zero bytes, uint32 [4, 256].
+    """Return tables that advance a CRC-32C register over `_BLOCK` zero bytes, uint32 [4, 256].
 
-    Entry [i, b] is the new value of the register if byte i of the old value is b, and the other three bytes are 0. For
-    any old value, the new value is the XOR of four entries: one entry for each byte of the old value.
+    The new value is the XOR of entries [i, b], where b is byte i of the old value.
     """
     state = np.arange(256, dtype=np.uint32) << np.array([[0], [8], [16], [24]], np.uint32)
     for _ in range(_BLOCK):
@@ -51,8 +48,8 @@ def _skip_tables() -> np.ndarray:
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C (Castagnoli) checksum of some bytes.
 
-    The data is divided into blocks of 4096 bytes. NumPy processes all blocks together, one byte of each block at a time. The
-    checksums of the blocks are then combined. A plain loop over all bytes would need minutes for the 28 MB of one sample.
+    NumPy processes all blocks of 4096 bytes together, one byte of each at a time, and the checksums of the blocks are then
+    combined. A plain loop over all bytes would need minutes for the 28 MB of one sample.
     """
     size = len(data) // _BLOCK * _BLOCK
     crc = 0xFFFFFFFF
@@ -79,7 +76,7 @@ def masked_crc32c(data: bytes) -> int:
 def read_tfrecords(path: Path) -> Iterator[bytes | DataError]:
     """Yield the data of each record of a file, or an error in place of a damaged record.
 
-    The iteration ends after a record with a damaged or too large length, because the start of the next record is then unknown.
+    A damaged or too large length ends the iteration, because the start of the next record is then unknown.
 
     Raises:
         DataError: if the file cannot be read.
@@ -111,11 +108,7 @@ def read_tfrecords(path: Path) -> Iterator[bytes | DataError]:
 
 
 def _message_fields(data: bytes) -> list[tuple[int, Any]]:
-    """Return (number, value) of each field of a protobuf message. The value is an int or bytes.
-
-    Raises:
-        DataError: if the data is not a protobuf message.
-    """
+    """Return (number, int or bytes) of each field of a protobuf message. Raise DataError if the data is none."""
     try:
         # To a message without fields, every field is unknown.
         return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(data))]
@@ -126,19 +119,13 @@ def _message_fields(data: bytes) -> list[tuple[int, Any]]:
 
 
 def _last(data: bytes, number: int) -> bytes | None:
-    """Return the value of the length-delimited field `number` of a protobuf message, or None if the field is missing.
-
-    If the message contains several values of the field, return the last value.
-    """
+    """Return the last value of the length-delimited field `number` of a protobuf message, or None if it is missing."""
     values = [value for found, value in _message_fields(data) if found == number and isinstance(value, bytes)]
     return values[-1] if values else None
 
 
 def parse_example(data: bytes) -> dict[str, bytes]:
-    """Return the bytes features of a serialized tf.train.Example.
-
-    Returns:
-        Dictionary that maps the name of each bytes feature to its first value. Features with numbers are left out.
+    """Return the first value of each bytes feature of a serialized tf.train.Example. Features with numbers are left out.
 
     Raises:
         DataError: if the data is not a tf.train.Example.
@@ -162,11 +149,10 @@ def parse_example(data: bytes) -> dict[str, bytes]:
 
 
 def parse_tensor(data: bytes) -> Tensor:
-    """Return the tensor that `tf.io.serialize_tensor` wrote, in its stored dtype.
+    """Return the tensor of `tf.io.serialize_tensor` in its stored dtype.
 
     Raises:
-        DataError: if the data is not a serialized tensor, its dtype is not in `_DTYPES`, or the number of bytes does not
-            fit the shape.
+        DataError: if the data is no such tensor, or its dtype is not in `_DTYPES`, or its size does not fit its shape.
     """
     try:
         proto = TensorProto.FromString(data)

@@ -1,9 +1,6 @@
-"""Verify all data that training reads from a latent cache.
+"""Verify all data that training reads from a latent cache: `python -m data_tools.verify CACHE [--workers N]`.
 
-python -m data_tools.verify CACHE [--workers N]
-
-The exit code is 0 for an intact cache, 1 for a cache with problems, and 2 for a user error. For each problem, the
-program prints one line that names the sample or the file, and the fix.
+The exit code is 0 for an intact cache, 1 for problems, and 2 for a user error. Each problem is one line with its place and fix.
 """
 
 from __future__ import annotations
@@ -46,13 +43,7 @@ DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a cache, with its place and its fix.
-
-    Attributes:
-        place: name of the file. If only one sample is affected, also its key or its row (the sample's number in the shard).
-        what: description of the problem.
-        fix: instruction to repair the cache.
-    """
+    """One problem of a cache. `place` is a file, and for a single sample also its key or its row in the shard."""
 
     place: str
     what: str
@@ -64,13 +55,7 @@ class Problem:
 
 @dataclass
 class VerifyResult:
-    """Result of `verify`.
-
-    Attributes:
-        problems: all problems; empty for an intact cache.
-        num_samples: number of samples in the shards, including samples that are not in the index.
-        num_bytes: total size in bytes of the arrays whose checksums were computed.
-    """
+    """Result of `verify_cache`. `num_samples` includes samples that are not in the index; `num_bytes` counts checked arrays."""
 
     problems: list[Problem] = field(default_factory=list)
     num_samples: int = 0
@@ -85,20 +70,10 @@ def verify_cache(
 ) -> VerifyResult:
     """Read a whole cache and compare the data with its checksums and with the index.
 
-    The check finds changes in the following data:
-
-    - Arrays: the shard and the index store a CRC-32 of each sample.
-    - Keys, captions and HDF5 structures of a shard: the shard stores checksums of them.
-    - The index: the file index.npz stores checksums, and its values are compared with the shards.
-    - The manifest: the file stores a digest of its content.
-
-    Unused bytes, such as gaps in a shard, are not read. If a sample has more than 64 KiB of metadata, HDF5 stores the
-    metadata outside the header of the sample's HDF5 group, without a checksum. Changes in this metadata are not found.
-
-    Args:
-        path: folder of a finished or unfinished cache.
-        workers: number of threads. Each thread checks one shard at a time. None means the number of CPU cores, at most 4.
-        advance: function that is called after each shard, for a progress bar.
+    This finds changes of the arrays (CRC-32 in shard and index), of keys, captions and HDF5 structures (checksums of the shard),
+    of the index (its checksums, and the shards), and of the manifest (digest). It does not find changes of unused bytes, or of
+    metadata above 64 KiB per sample, which HDF5 stores without a checksum. Each of `workers` threads (None: one per CPU core, at
+    most 4) checks one shard at a time, and then calls `advance`.
 
     Raises:
         CacheError: if `path` is not a cache.
@@ -146,14 +121,7 @@ REBUILD = "run the same wands preprocess command again, which rebuilds the index
 
 
 def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> dict[str, Any] | None:
-    """Check the manifest of a cache, and append problems to `report`.
-
-    Returns:
-        Content of the manifest; None if the manifest is damaged.
-
-    Raises:
-        CacheError: if the manifest cannot be read and there are no shards, so that `path` is not a cache.
-    """
+    """Return the manifest of a cache, or append a problem and return None. Raise CacheError without manifest and shards."""
     fix = "restore the file, or copy it from a cache of the same model and settings."
     try:
         manifest = read_manifest(path)
@@ -197,18 +165,9 @@ def _check_shard(
     rows: dict[int, int],
     report: VerifyResult,
 ) -> Iterator[Problem]:
-    """Check one shard, and add the number of samples and bytes to `report`.
+    """Yield the problems of one shard, and add its numbers of samples and bytes to `report`.
 
-    Args:
-        path: the shard.
-        fingerprint: digest of encoders and settings to expect in the shard; None skips this check.
-        arrays: arrays of the cache.
-        index: index of the cache; None if it is missing or damaged.
-        rows: maps the number of a sample in the shard to its position in the index.
-        report: result to which the counts are added.
-
-    Yields:
-        The problems of the shard.
+    `fingerprint` is the expected digest or None; `rows` maps the number of a sample in the shard to its position in `index`.
     """
     fix = f"delete {path.name} and run the same `wands preprocess` command again. The command encodes the missing samples."
     problem = partial(Problem, path.name, fix=fix)
@@ -259,17 +218,9 @@ def _check_shard(
 def _read_sample(
     file: h5py.File, row: int, shard: str, arrays: Sequence[ArraySpec], descriptor: int
 ) -> tuple[IndexEntry, int, int]:
-    """Read a sample. The bytes of arrays are read without HDF5, because HDF5 allows only one thread to read at a time.
+    """Return (facts that the shard stores about a sample, checksum of its arrays, number of their bytes).
 
-    Args:
-        file: the open shard.
-        row: number of the sample in the shard.
-        shard: file name of the shard.
-        arrays: arrays of the cache.
-        descriptor: file descriptor of the open shard.
-
-    Returns:
-        (facts that the shard stores about the sample, checksum of the bytes of the sample's arrays, number of these bytes).
+    The bytes of arrays are read without HDF5, which allows only one thread to read at a time.
     """
     computed = num_bytes = 0
     for spec, stored in open_sample(file, row, arrays)[1].items():
@@ -284,16 +235,9 @@ def _read_sample(
 
 
 def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterator[Problem]:
-    """Yield a `Problem` for each value of a sample that differs between the index and the shard.
+    """Yield a problem for each value of a sample that differs between index and shard.
 
-    The caller has verified the checksum of the sample's arrays in the shard. A difference therefore counts as a problem of
-    the index.
-
-    Args:
-        name: name of the shard and key of the sample, for messages.
-        index: index of the cache.
-        i: position of the sample in the index.
-        entry: facts that the shard stores about the sample.
+    The caller has verified the sample's checksum in the shard, so a difference counts as a problem of the index.
     """
     place = f"{INDEX_NAME} ({index.keys[i]})"
     if entry.key != index.keys[i]:
@@ -319,7 +263,6 @@ class VerifyArguments(Options):
 
 
 def _run(options: VerifyArguments) -> int:
-    """Run the program, and return the exit code: 0 for an intact cache, or 1 for a cache with problems."""
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
         report = verify_cache(options.cache, options.workers, advance)
     for problem in report.problems:

@@ -1,7 +1,7 @@
 """wands: train the Wan 2.1 / 2.2 video diffusion transformer with DeepSpeed.
 
-The public names, such as `wands.Trainer`, are those of `wands.api`. They are imported when they are used, so that `import wands`
-needs no PyTorch. Type checkers read them in `__init__.pyi`.
+The public names are those of `wands.api`. They are imported on first use, so that `import wands` needs no PyTorch. Type checkers
+read them in `__init__.pyi`.
 """
 
 import importlib.util
@@ -13,7 +13,6 @@ from wands.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is used."""
     is_private = name.startswith("_")  # Python and tools ask for names such as __path__
     # `from wands import lock` asks for an attribute before it imports the module.
     if is_private or importlib.util.find_spec(f"{__name__}.{name}"):

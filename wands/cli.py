@@ -1,9 +1,7 @@
 """The `wands` command, its subcommands, and the environment and exit code of its process.
 
-Each subcommand parses its options and calls one function. If the function raises a RankError, because another
-rank has crashed, or a DiskError, because the file system failed, `wands` exits with code 3. For any other WandsError, `wands`
-exits with code 2.
-Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
+The exit code is 3 after a RankError or DiskError, after which a restart may help, and 2 after any other WandsError. Heavy
+packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from wands.version import __version__
 
 
 class _CommandGroup(click.Group):
-    """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added."""
+    """Group whose help page lists the subcommands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -122,7 +120,7 @@ def _selftest(options: opts.SelftestOptions) -> None:
 
 
 def _print_result(function: str, options: Options) -> None:
-    """Import a function by its name ("module:function"), call it with the options, and print its result."""
+    """Call the function with the name `function` ("module:function") with the options, and print its result."""
     result = pkgutil.resolve_name(function)(options)
     if result is not None:  # in a distributed run, only the first rank returns a result
         # A path is printed as it is, because a shell may use it.
@@ -137,13 +135,9 @@ def _echo(text: str, *, err: bool = False) -> None:
 
 
 def _set_environment(local_rank: int | None) -> None:
-    """Set the environment variables of this process and its child processes.
+    """Set the environment of this process and its children. Variables of the user stay, except PYTHONSAFEPATH.
 
-    Variables that the user has set keep their values, except PYTHONSAFEPATH, which is always set to 1.
-
-    Args:
-        local_rank: value of the option --local_rank, with which some launchers pass the rank of a process on its node. None
-            means that the launcher passed no such option.
+    `local_rank` is the value of --local_rank, with which some launchers pass the rank on the node.
     """
     # Child processes must not import modules from the current folder: every decoder would import a file numpy.py there.
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -155,13 +149,7 @@ def _set_environment(local_rank: int | None) -> None:
 
 
 def _exit_with_error(error: WandsError) -> None:
-    """Print an error, and exit with the error's `exit_code`.
-
-    If all ranks of a node or of the process group raise the same error, only one of these ranks prints it.
-
-    Args:
-        error: error that ended the command.
-    """
+    """Print an error, once if all ranks of a node or of the process group raise it, and exit with its `exit_code`."""
     formed = _process_group_formed()
     # Before the process group exists, all ranks of a node raise the same error. Later a single rank may fail.
     local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
@@ -177,11 +165,10 @@ def _exit_with_error(error: WandsError) -> None:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """End this process with an exit code, or return if the code is 0 and there is no process group with other ranks.
+    """End this process, or return if the code is 0 and no other ranks exist.
 
-    A process with a process group ends without a shutdown of the Python interpreter. During the shutdown, threads of the
-    communication library gloo could abort the process. The process group is not destroyed. Destroying it would wait for the
-    other ranks, which may be stuck in a collective after an error.
+    In a process group, the process ends without a shutdown of the interpreter, during which threads of gloo could abort it.
+    Destroying the group would wait for ranks that may be stuck in a collective.
     """
     if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):
         logging.shutdown()
@@ -221,11 +208,8 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.VerifyOptions: "wands.commands.verify:verify",
     opts.SelftestOptions: _selftest,
 }
-"""Maps the options class of each subcommand to the function that runs the subcommand, in the order of the help page.
-
-A function may be given by its name ("module:function"). Then it is imported when the subcommand runs, and its result is
-printed.
-"""
+"""The function of each subcommand, in the order of the help page. A function that is given by name ("module:function") is
+imported when the subcommand runs, and its result is printed."""
 
 for _options, _run in COMMANDS.items():
     main.add_command(build_command(_options, partial(_print_result, _run) if isinstance(_run, str) else _run))

@@ -10,28 +10,20 @@ import torch
 from torch import Tensor
 
 RECOMPILE_LIMIT = 64
-"""Number of versions of one operator that torch.compile may compile.
-
-Each combination of absent arguments, dtypes and widths needs another version. Above the limit, a new combination runs as plain
-PyTorch. PyTorch's default limit, 8, is too low.
-"""
+"""Largest number of versions of one operator that torch.compile compiles; PyTorch's default, 8, is too low. Each combination of
+absent arguments, dtypes and widths needs one. Above the limit, a new combination runs as plain PyTorch."""
 MAX_SHORTCUTS = 1024
-"""Number of kinds of arguments for which one operator remembers the compiled code. Each bin has other lengths, so other kinds."""
+"""Number of argument kinds for which one operator remembers the compiled code. Each bin has other lengths, so another kind."""
 
 
 def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a custom operator that runs a function of tensors, compiled with torch.compile.
+    """Return a custom operator that runs a function of tensors, numbers and dtypes, compiled with torch.compile.
 
-    The dispatch modes of activation checkpointing see a custom operator as one operation, and never the compiled code inside. The
-    operator has no gradient. To get a gradient, call the operator in an autograd function whose backward pass calls a second
-    operator for the gradient.
-
-    Args:
-        function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
-            no argument. The operator has the arguments and results of the function. A size that differs between calls, such as
-            the number of tokens, should be the first dimension of its tensors: only first dimensions are compiled as variable
-            sizes. For each new size of another dimension, PyTorch compiles another version. The width is the first dimension of
-            a weight [width], but is compiled as a constant if tokens [rows, width] are also an argument.
+    The dispatch modes of activation checkpointing see one operation, never the compiled code inside. The operator has no
+    gradient: call it in an autograd function whose backward pass calls a second operator. The function must return new tensors
+    and change no argument. Only first dimensions are compiled as variable sizes, so the number of tokens should be first; each
+    new size of another dimension compiles another version. The width is the first dimension of a weight [width], but is compiled
+    as a constant if tokens [rows, width] are also an argument.
     """
     compiled = _CompiledFunction(function)
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
@@ -58,15 +50,11 @@ def _is_observed() -> bool:
 
 
 class _CompiledFunction:
-    """Function that torch.compile compiles, with a shortcut from the arguments to the compiled code.
+    """Compiled function, run without gradients, with a shortcut from the arguments to the compiled code.
 
-    At each call, torch.compile prepares its tracing, and checks the conditions of each compiled version. For the host, this takes
-    longer than to start the kernels. The conditions depend only on the kind of the arguments: on the shape, strides, dtype and
-    device of each tensor, and on the values of the other arguments. All blocks of a model call a function with arguments of one
-    kind. The first call of a kind goes through torch.compile, and shows which compiled code runs. Later calls run this code.
-
-    Args:
-        function: see `compiled_op`. It runs without gradients.
+    At each call, torch.compile checks the conditions of each compiled version, which takes the host longer than starting the
+    kernels. The conditions depend only on the kind of the arguments: shape, strides, dtype and device of each tensor, and the
+    values of the others. The first call of a kind shows which compiled code runs; later calls run it directly.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -77,7 +65,6 @@ class _CompiledFunction:
         self._graph_calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = []
 
     def __call__(self, *args: Any) -> Any:
-        """Return what the function returns."""
         kind: list[Any] = []
         tensors: list[Tensor] = []
         _describe(args, kind, tensors)
@@ -117,9 +104,9 @@ class _Shortcut:
     """Call of compiled code for arguments of one kind.
 
     Attributes:
-        compiled: compiled code, a function of tensors and sizes that returns a tuple of tensors.
-        inputs: for each argument of the compiled code, its index in the tensors of the function's arguments, or a size.
-        outputs: index in the results of the compiled code: of the function's result, or of each result in its tuple.
+        compiled: function of tensors and sizes that returns a tuple of tensors.
+        inputs: for each argument of `compiled`, (True, index in the tensors of the arguments) or (False, size).
+        outputs: index in the results of `compiled`: of the function's result, or of each result in its tuple.
     """
 
     compiled: Callable[..., Any]
@@ -136,13 +123,7 @@ class _Shortcut:
 def _find_shortcut(
     graph_calls: list[tuple[Callable[..., Any], tuple[Any, ...], Any]], args: tuple[Any, ...], result: Any
 ) -> _Shortcut | None:
-    """Return the shortcut for arguments of the kind of `args`, or None if there is none.
-
-    Args:
-        graph_calls: compiled code, arguments and results of each call of compiled code during the call of the function.
-        args: arguments of the function.
-        result: result of the function, a tensor or a tuple of tensors.
-    """
+    """Return the shortcut for arguments of the kind of `args`, or None, from the calls of compiled code that gave `result`."""
     if len(graph_calls) != 1:  # Dynamo has split the function, or runs it without compiling
         return None
     [(compiled, graph_args, graph_results)] = graph_calls

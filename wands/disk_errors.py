@@ -1,4 +1,4 @@
-"""Tell errors of the file system from damaged files, and repeat reads that a file system failed.
+"""Tell errors of the file system from damaged files, and repeat failed reads.
 
 A network disk fails single reads now and then. Such a read succeeds a moment later, and the file is intact.
 """
@@ -55,7 +55,7 @@ _NUMBER_IN_TEXT = re.compile(r"(?:errno = |\(os error )(\d+)")
 
 
 def system_number(error: BaseException) -> int:
-    """Return the error number of the operating system that caused an error, such as `errno.EIO`; 0 if there is none."""
+    """Return the operating system's number of an error, such as `errno.EIO`; 0 if there is none."""
     number: int | None = error.number if isinstance(error, DiskError) else getattr(error, "errno", None)
     if number is None and (found := _NUMBER_IN_TEXT.search(str(error))):
         number = int(found[1])
@@ -79,7 +79,7 @@ def unreadable(path: Path | str, error: BaseException) -> DiskError:
 
 
 def failed_access(error: OSError) -> DiskError:
-    """Return the error for a read or write that the file system failed, and that no other code has described."""
+    """Return the error for a failed read or write that no other code has described."""
     return DiskError(
         f"{error.filename or 'a file'} cannot be read or written ({error.strerror}). This is an error of the file system: the "
         "file may be intact. Check the disk, its mount and the permissions, then run the same command again (wands train with "
@@ -89,13 +89,9 @@ def failed_access(error: OSError) -> DiskError:
 
 
 def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
-    """Return the result of `read`. If the file system fails, call `read` again after 1, 4 and 15 s, with a line for the user.
+    """Return the result of `read`. If the file system fails, call it again after 1, 4 and 15 s, with a line for the user.
 
-    An error that lasts, such as a missing permission, is raised at once.
-
-    Args:
-        path: file that `read` reads, for messages.
-        read: function that opens and reads the file.
+    An error that lasts, such as a missing permission, is raised at once. `path` is only for messages.
 
     Raises:
         DiskError: if the file system failed each time. Other errors of `read`, such as FileNotFoundError, are raised as they are.
@@ -116,12 +112,9 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
 
 
 def load_patiently(label: str, load: Callable[[], T]) -> T:
-    """Return the result of a library's function that loads several files. Errors of the file system are handled as in
-    `read_patiently`, also if the library has replaced them by another error.
+    """Return the result of a library's function that loads several files, with the repetitions of `read_patiently`.
 
-    Args:
-        label: what is loaded, for messages.
-        load: function that loads.
+    Errors of the file system also count if the library has replaced them by another error.
 
     Raises:
         DiskError: if the file system failed each time. Other errors of `load` are raised as they are.

@@ -1,8 +1,8 @@
-"""Errors that a user can fix, and functions for the texts of error messages.
+"""Errors that a user can fix, and helpers for their messages.
 
-A message has three elements in this order: what is wrong (key and value), the rule or the numbers, and the fix.
-Example: ``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.`` Only
-`wands.cli` turns a WandsError into an exit code.
+A message has three elements in this order: what is wrong (key and value), the rule or the numbers, and the fix. Example:
+``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.`` Only `wands.cli` turns a
+WandsError into an exit code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ MAX_MESSAGE = 4000
 
 
 class WandsError(Exception):
-    """An error that the user can fix. Its text is the complete message for the user.
-
-    Args:
-        message: one message, or several messages, which the text of the error shows as a list.
-        agreed: True if every rank of the process group raises the same text, so that only one rank must print it.
+    """An error that the user can fix. Its text is the complete message; several messages are shown as a list.
 
     Attributes:
         problems: the messages.
-        agreed: value of the argument `agreed`.
-        exit_code: exit code of `wands` after this error. After exit code 2, the launch scripts do not restart the run.
+        agreed: whether every rank of the process group raises the same text, so that only one rank must print it.
+        exit_code: exit code of `wands`. After 2, the launch scripts do not restart the run.
     """
 
     exit_code = 2
@@ -41,7 +37,7 @@ class WandsError(Exception):
 
 
 def _shorten(message: str) -> str:
-    """Leave out the middle of a message that quotes a value of many pages. The fix is at the end."""
+    """Leave out the middle of a long message. The fix is at the end."""
     return (
         message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1000]} [...] {message[-1000:]}"
     )
@@ -64,20 +60,15 @@ class CheckpointError(WandsError):
 
 
 class RankError(WandsError):
-    """Error because another rank has crashed or does not answer. The launch scripts may restart the run after this error."""
+    """Error because another rank has crashed or does not answer. The launch scripts may restart the run."""
 
     exit_code = 3
 
 
 class DiskError(WandsError):
-    """Error because the file system failed, for example a network disk. The files may be intact.
+    """Error because the file system failed. The files may be intact, and the launch scripts may restart the run.
 
-    The launch scripts may restart the run after this error.
-
-    Args:
-        message: as for `WandsError`.
-        agreed: as for `WandsError`.
-        number: error number of the operating system, such as `errno.EIO`.
+    `number` is the error number of the operating system, such as `errno.EIO`.
     """
 
     exit_code = 3
@@ -88,38 +79,25 @@ class DiskError(WandsError):
 
 
 class Problems:
-    """Collector for the errors of several checks, so that one exception can report all errors.
-
-    Each check has a name. A check can need the results of earlier checks, and is skipped if one of these earlier checks
-    has failed.
-    """
+    """Collector for the errors of named checks, so that one exception can report them all."""
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
         self._errors: list[WandsError] = []
 
     def passed(self, *names: str) -> bool:
-        """Return True if no check with one of these names has failed.
-
-        A skipped check counts as failed. A check that has not run yet counts as passed.
-        """
+        """Return whether none of these checks has failed or was skipped. A check that has not run yet counts as passed."""
         return self.failed.isdisjoint(names)
 
     def add(self, name: str, error: WandsError) -> None:
-        """Store the error of the check `name`, so that `raise_all` reports the error. The check then counts as failed."""
+        """Store the error of the check `name`, which then counts as failed."""
         self._errors.append(error)
         self.failed.add(name)
 
     def run(self, name: str, check: Callable[[], Any], *needs: str) -> Any:
-        """Run a check and collect the WandsError that the check raises. Skip the check if a check named in `needs` failed.
+        """Run a check, collect its WandsError, and return its result, or None if the check failed.
 
-        Args:
-            name: name of the check.
-            check: function without arguments that raises a WandsError if it finds a mistake of the user.
-            needs: names of earlier checks.
-
-        Returns:
-            The result of the check; None if the check failed or was skipped. A skipped check counts as failed.
+        The check is skipped, and counts as failed, if a check named in `needs` has failed.
         """
         if self.passed(*needs):
             try:
@@ -130,10 +108,7 @@ class Problems:
         return None
 
     def raise_all(self) -> None:
-        """Raise one error that contains the messages of all collected errors. Do nothing if no error was collected.
-
-        The raised error has the class of the first collected error.
-        """
+        """Raise one error with the messages of all collected errors, of the class of the first. Do nothing without errors."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
@@ -141,38 +116,23 @@ class Problems:
 
 
 def failed_rules(rules: Mapping[str, object]) -> list[str]:
-    """Return the error messages of all broken rules.
-
-    Args:
-        rules: maps the error message of each rule to a value that is true if the rule is broken.
-    """
+    """Return the messages of all broken rules: the keys of `rules` whose value is true."""
     return [message for message, fails in rules.items() if fails]
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """Return an exception's message on one line, so that it can be used inside another message.
+    """Return an exception's message on one line of at most `limit` characters, for use inside another message.
 
-    For an OSError, return only the reason, without error number and file name. If the message is empty, return the name
-    of the exception's class.
-
-    Args:
-        error: any exception.
-        limit: largest number of characters of the returned text.
+    For an OSError, return only the reason, without error number and file name. If the message is empty, return the class name.
     """
     text = getattr(error, "strerror", None) or " ".join(str(error).split())
     return text[:limit].rstrip(". ") or type(error).__name__
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a text that suggests a valid name in place of a misspelled name.
+    """Return "did you mean cp_size?" with the most similar valid name; without a similar name, list all names.
 
-    The text is a question with the most similar valid name, such as "did you mean cp_size?". If no valid name is
-    similar, the text lists all valid names.
-
-    Args:
-        name: name that the user typed.
-        known: valid names.
-        prefix: text in front of the most similar name, such as a recipe section with its dot.
+    `prefix` is put in front of the similar name, such as a recipe section with its dot.
     """
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)

@@ -1,8 +1,4 @@
-"""Read JSON files; write files and folders atomically.
-
-A file or folder is first written under a temporary name next to the target. It is then synced to the disk and renamed
-to the target.
-"""
+"""Read JSON files; write files and folders atomically: under a temporary name next to the target, synced, and then renamed."""
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ def read_json_object(
 ) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
-    Args:
-        path: the file.
-        label: name of the file in error messages, such as "--deepspeed zero3.json". With "", messages contain the path.
-        fix: end of the error message, which describes how to fix the error.
-        error: class of the error to raise.
+    In error messages, `label` is the name of the file (default: its path), and `fix` is the end of the text.
 
     Raises:
         WandsError: of class `error`, if the file is missing, is unreadable or does not contain a JSON object.
@@ -52,15 +44,15 @@ def read_json_object(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the intact rows (one JSON object per line) of a `.jsonl` file; [] if there is no file."""
+    """Return the intact rows of a `.jsonl` file, one JSON object per line; [] if there is no file."""
     return split_rows(path)[0]
 
 
 def split_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
     """Read a `.jsonl` file, and return (intact rows, damaged lines).
 
-    A power failure can leave NUL bytes in a line, or join lines. The objects at the start of such a line, or after its NUL bytes,
-    are intact rows.
+    A power failure can leave NUL bytes in a line, or join lines. The objects at its start, or after its NUL bytes, are intact
+    rows.
 
     Raises:
         DiskError: if the file system does not read the file.
@@ -78,7 +70,7 @@ def split_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
 
 
 def _objects_of(line: bytes) -> tuple[list[dict[str, Any]], bool]:
-    """Return the JSON objects of a line of a `.jsonl` file, and whether the line is one object and nothing else."""
+    """Return the JSON objects of a line, and whether the line is one object and nothing else."""
     found: list[dict[str, Any]] = []
     try:
         rest = line.decode().strip(_GAPS)
@@ -94,10 +86,9 @@ def _objects_of(line: bytes) -> tuple[list[dict[str, Any]], bool]:
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
-    """Return all differences between two nested JSON values.
+    """Return (dotted key, value in `ours`, value in `theirs`) for each difference between two nested JSON values.
 
-    Each difference is (dotted key, value in `ours`, value in `theirs`). A missing key counts as None. All dotted keys
-    start with `name`.
+    A missing key counts as None. All dotted keys start with `name`.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         prefix = f"{name}." if name else ""
@@ -107,10 +98,7 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, 
 
 
 def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
-    """Return the first difference between two nested JSON values, or None if the values are equal.
-
-    The difference is (dotted key, value in `ours`, value in `theirs`).
-    """
+    """Return the first of the `differences` between two nested JSON values, or None."""
     return next(iter(differences(ours, theirs)), None)
 
 
@@ -118,15 +106,11 @@ def first_difference(ours: Any, theirs: Any) -> tuple[str, Any, Any] | None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`. When the `with` block ends, rename the temporary file to `path`.
 
-    If the block raises an exception, the temporary file is deleted. The temporary path has the suffix of `path`,
-    because writers choose the file format by the suffix. If the folder of `path` does not exist, it is created.
-
-    Args:
-        path: the file to create or replace.
+    It has the suffix of `path`, because writers choose the format by the suffix, and is deleted if the block raises. The folder
+    of `path` is created if it is missing.
 
     Raises:
-        WandsError: if the file cannot be written. Examples: the disk is full, a permission is missing, or the folder of
-            `path` is a file.
+        WandsError: if the file cannot be written, for example because the disk is full or the folder of `path` is a file.
     """
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
@@ -150,20 +134,14 @@ def delete_leftovers(folder: Path) -> None:
 
 @contextmanager
 def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. When the `with` block ends, rename the temporary folder to `out`.
+    """Yield a temporary folder next to `out`, the user's --out. When the `with` block ends, rename it to `out`.
 
-    If the block raises an exception, the temporary folder is deleted. If `out` is replaced, the old folder is kept
-    until the new folder is complete. If the process is killed, the next process that writes `out` restores the old folder
-    and deletes the temporary folder.
-
-    Args:
-        out: folder that the user gave as --out. It must be missing, empty or replaceable.
-        replaceable: name of a file. If the folder `out` contains this file, `out` may be replaced. With None, `out` must be
-            missing or empty.
+    `out` must be missing or empty, or contain the file `replaceable`. An old folder is kept until the new one is complete. If the
+    block raises, the temporary folder is deleted. If the process is killed, the next process that writes `out` restores the old
+    folder and deletes the temporary one.
 
     Raises:
-        ConfigError: if `out` may not be replaced. Also if the user has a folder whose name wands needs for a temporary
-            folder: the name of `out` with the suffix ".tmp" or ".old".
+        ConfigError: if `out` may not be replaced, or the user has a folder with its name and the suffix ".tmp" or ".old".
         WandsError: if `out` cannot be written, or another process is writing `out`.
     """
     _check_replaceable(out, replaceable)
@@ -213,7 +191,7 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
 
 
 def write_error(target: object, error: OSError, reason: str | None = None) -> WandsError:
-    """Return the error for a file or folder that could not be written. If the file system failed, it is a DiskError."""
+    """Return the error for a file or folder that could not be written; a DiskError if the file system failed."""
     text = f"{target} cannot be written ({reason or one_line(error)}); free space or choose another folder."
     number = disk_number(error)
     return DiskError(text, number=number) if number else WandsError(text)
@@ -233,11 +211,7 @@ def _check_replaceable(out: Path, replaceable: str | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Create or replace a text file atomically.
-
-    Raises:
-        WandsError: if the file cannot be written.
-    """
+    """Create or replace a text file atomically, or raise WandsError."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -250,7 +224,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file to the disk, so that a power failure cannot lose its content. For a folder, flush its list of file names."""
+    """Flush a file to the disk, or a folder's list of file names, so that a power failure cannot lose it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Open files in a folder that wands did not make, such as a run or a cache that somebody shared.
 
-A stranger may have put a symbolic link there, through which wands would write to another file of the user, or a named pipe,
-which would block for ever.
+It may contain a symbolic link, through which wands would write to another file of the user, or a named pipe, which blocks for
+ever.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 def open_own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
     """Open a file that belongs to wands, and return its descriptor. Fits the argument `opener` of `open`.
 
-    Args:
-        path: the file. Links in its folder's path are followed; a link in its place is not.
-        flags: flags of `os.open`.
-        mode: permissions of a new file.
+    Links in the path of the file's folder are followed.
 
     Raises:
         WandsError: if `path` is a symbolic link, a folder, a named pipe, a socket or a device.

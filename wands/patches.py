@@ -1,7 +1,7 @@
-"""Convert latents to tokens and tokens to latents, and make the conditioning channels of image-to-video models.
+"""Latents to tokens and back, and the conditioning channels of image-to-video models.
 
-The channels of a token are in the order of the patch convolution: (C, pt, ph, pw). C is the number of latent channels,
-and (pt, ph, pw) is the patch size in latent frames, rows and columns.
+The channels of a token are in the order of the patch convolution, (C, pt, ph, pw): C latent channels, and the patch size (pt, ph,
+pw) in latent frames, rows and columns.
 """
 
 from __future__ import annotations
@@ -15,17 +15,10 @@ if TYPE_CHECKING:
 
 
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """Split latents into patches, one token per patch.
+    """Split latents [C, f, h, w] into tokens [n, C * pt * ph * pw] in (frame, row, column) order.
 
-    The model embeds patches by a convolution whose kernel size equals its stride. With the tokens that this function
-    returns, the convolution is one matrix product.
-
-    Args:
-        latents: [C, f, h, w] (channels, frames, rows, columns). f, h and w are multiples of the patch size.
-        patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
-
-    Returns:
-        [n, C * pt * ph * pw], n tokens in (frame, row, column) order.
+    f, h and w are multiples of `patch_size`. With these tokens, the patch convolution of the model, whose kernel size equals its
+    stride, is one matrix product.
     """
     channels, f, h, w = latents.shape
     pt, ph, pw = patch_size
@@ -37,17 +30,7 @@ def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
 def unpatchify(
     tokens: Tensor, grid: tuple[int, int, int], channels: int, patch_size: tuple[int, int, int]
 ) -> Tensor:
-    """Convert tokens back to latents. Inverse of `patchify`.
-
-    Args:
-        tokens: [n, channels * pt * ph * pw], n tokens in the order of `patchify`.
-        grid: number of tokens along (frame, row, column). Their product is n.
-        channels: number of latent channels C.
-        patch_size: (pt, ph, pw), latent frames, rows and columns of one token.
-
-    Returns:
-        Latents [C, f, h, w] (channels, frames, rows, columns).
-    """
+    """Convert tokens back to latents [C, f, h, w], from `grid` tokens along (frame, row, column). Inverse of `patchify`."""
     nf, nh, nw = grid
     pt, ph, pw = patch_size
     blocks = tokens.reshape(nf, nh, nw, channels, pt, ph, pw)
@@ -55,7 +38,7 @@ def unpatchify(
 
 
 def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the number of tokens along (frame, row, column) for latents with the given (frames, rows, columns)."""
+    """Return the number of tokens along (frame, row, column) for latents of (frames, rows, columns)."""
     (f, h, w) = latent_shape
     (pt, ph, pw) = patch_size
     return f // pt, h // ph, w // pw
@@ -65,18 +48,10 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
 
 
 def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
-    """Return the mask that marks the conditioning frames. The mask has four channels, because a latent frame encodes
-    four pixel frames.
+    """Return the mask of the conditioning frames, fp32 [4, f, h, w]: 1 for the first pixel frame, and with `last_image` the last.
 
-    The causal VAE encodes the first pixel frame alone as latent frame 0, so the four channels of latent frame 0 are equal.
-    Each later latent frame encodes four pixel frames, and channel i belongs to pixel frame i of these four.
-
-    Args:
-        latent_shape: (f, h, w), number of latent frames, rows and columns.
-        last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
-
-    Returns:
-        fp32 [4, f, h, w], 1 where the pixel frame is a conditioning frame, and 0 for all other pixel frames.
+    A latent frame encodes four pixel frames, one per channel. The causal VAE encodes the first pixel frame alone as latent frame
+    0, whose four channels are therefore equal.
 
     Source: the mask in `get_sampling` of the official Wan 2.1 image2video.py and first_last_frame2video.py.
     """
@@ -90,18 +65,10 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
 
 
 def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
-    """Return the conditioning channels of each token: first the mask, then the image latents.
+    """Return the conditioning channels of each token, fp32 [number of tokens, channels]: the mask, then the image latents.
 
-    In the model's input, these channels follow the channels of the noisy token.
-
-    Args:
-        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalized latents of a video in which all
-            frames except the conditioning frames are gray.
-        last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
-        patch_size: latent (frames, height, width) of one token.
-
-    Returns:
-        fp32 [number of tokens, conditioning channels of a token], tokens in the order of `patchify`.
+    In the model's input, they follow the channels of the noisy token. `image_latents` [C, f, h, w] are the normalized latents of
+    a video that is gray except in the conditioning frames.
     """
     import torch
 
@@ -113,15 +80,9 @@ def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tupl
 def frames_of_tokens(
     tokens: tuple[int, int], grid: tuple[int, int, int], patch_size: tuple[int, int, int]
 ) -> tuple[int, int]:
-    """Return the range of latent frames that contains the given tokens of a sample.
+    """Return the smallest range (first, end) of latent frames with the tokens (start, stop) of a sample; (0, 0) for no tokens.
 
-    Args:
-        tokens: (start, stop), range of token indices in the order of `patchify`.
-        grid: number of tokens along (frame, row, column).
-        patch_size: latent (frames, height, width) of one token.
-
-    Returns:
-        (first, end), the smallest range of latent frames that contains all these tokens. (0, 0) for an empty range.
+    `grid` is the number of tokens along (frame, row, column).
     """
     start, stop = tokens
     per_frame = grid[1] * grid[2]
@@ -132,13 +93,7 @@ def frames_of_tokens(
 
 
 def blank_other_frames(array: Tensor, frames: tuple[int, int], axis: int = 1) -> Tensor:
-    """Set the frames outside a range to zero, in place, and return the array.
-
-    Args:
-        array: array with one index per frame along `axis`, such as latents [channels, frames, rows, columns].
-        frames: (first, end). The frames from first to end - 1 do not change.
-        axis: dimension of the frames.
-    """
+    """Set the frames outside the range (first, end) along `axis` to zero, in place, and return the array."""
     first, end = frames
     assert 0 <= first <= end <= array.shape[axis], (frames, tuple(array.shape))
     moved = array.movedim(axis, 0)

@@ -30,16 +30,16 @@ ATTRIBUTE = "plugin"
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """Parts that outside code adds to a run. Every field has the meaning of the argument of `wands.Trainer` with the same name.
+    """Parts that outside code adds to a run. Each field has the meaning of the argument of `wands.Trainer` with the same name.
 
     Attributes:
-        objective: objective of the run; None for `FlowMatching`.
-        conditions: inputs of the model in addition to those of its variant, as `wands.conditions.condition.Condition` objects.
+        objective: None for `FlowMatching`.
+        conditions: inputs of the model in addition to those of its variant.
         model: function with the arguments and the result of `wands.engine.engine.build_model`.
         optimizer: function of (named parameters, learning rate) that returns a torch optimizer.
         schedule: function with the arguments and the result of `wands.engine.engine.build_schedule`.
         jobs: `wands.Job` objects, which run after the jobs of wands.
-        sources: where the parts come from, for the description of a run. `load_plugins` sets it.
+        sources: origin of the parts, for the description of a run. `load_plugins` sets it.
     """
 
     objective: Objective | None = None
@@ -73,10 +73,9 @@ class Plugin:
 
 
 def load_plugins(names: Sequence[str] = ()) -> Plugin:
-    """Return the parts of all installed plugins and of the modules that the user names.
+    """Return the parts of all installed plugins and of the modules in `names`, the values of `--import`.
 
-    Args:
-        names: values of `--import`: the name of a module, such as "my_package.depth", or a Python file, such as "./depth.py".
+    A name is a module, such as "my_package.depth", or a Python file, such as "./depth.py".
 
     Raises:
         ConfigError: if a plugin cannot be imported, or has no attribute `plugin`.
@@ -124,10 +123,7 @@ def _plugin_of(name: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    """Import a module by its name, or a Python file by its path.
-
-    A file is importable afterwards under its stem, so that objects of its classes can be sent to other processes.
-    """
+    """Import a module by its name, or a file by its path: under its stem, so that its objects can be sent to other processes."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()

@@ -81,12 +81,9 @@ def is_secret_name(name: str) -> bool:
 def hide_secrets(text: str) -> str:
     """Replace the secrets in a text by the word REDACTED.
 
-    Secrets are:
-
-    - access tokens and keys of known services, JSON web tokens, and private keys
-    - user names and passwords in URLs, and signatures and tokens in their queries
-    - values after names such as `DB_PASS=` and `Authorization: Bearer`
-    - values of environment variables with such names
+    Secrets are access tokens and keys of known services, JSON web tokens, private keys, user names and passwords in URLs,
+    signatures and tokens in their queries, values after names such as `DB_PASS=` and `Authorization: Bearer`, and values of
+    environment variables with such names.
     """
     # A shorter text contains no such value. Reading the environment takes longer than all other work.
     variables = os.environ.items() if len(text) >= SHORTEST else ()

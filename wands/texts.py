@@ -33,18 +33,12 @@ _INNER_PATH = re.compile(
 
 
 def printable(text: str) -> str:
-    """Escape control characters, such as line ends, and characters that are not valid Unicode.
-
-    In Python, a file name that is not UTF-8 contains characters that are not valid Unicode (surrogates).
-    """
+    """Escape control characters, such as line ends, and the surrogates of a file name that is not UTF-8."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def redact(text: str) -> str:
-    """Replace the secrets in a text by the word REDACTED, and hide the user's name in paths.
-
-    A path in the home folder starts with ``$HOME``. Elsewhere in a path, ``$USER`` stands for the user's name.
-    """
+    """Replace the secrets in a text by the word REDACTED, and hide the user's name in paths behind ``$HOME`` and ``$USER``."""
     home = os.path.normpath(os.path.expanduser("~"))
     pattern = _personal_parts(home, os.environ.get("USER", ""), os.environ.get("LOGNAME", ""))
     return pattern.sub(_hide_part, hide_secrets(text))
@@ -75,10 +69,9 @@ def _hide_part(match: re.Match[str]) -> str:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a copy of a JSON value in which each absolute path is shortened to its last component. Secrets are hidden.
+    """Return a copy of a JSON value without secrets, in which each absolute path is shortened to its last component.
 
-    Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they reveal nothing about the
-    user's machine.
+    Hub ids, URLs and relative paths such as ``runs/default`` do not change.
     """
     if isinstance(value, Mapping):
         return {key: _without_secret(key, item) for key, item in value.items()}
@@ -96,9 +89,7 @@ def _without_secret(key: object, value: Any) -> Any:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a string looks like a path on the user's machine: an absolute path, a path under the home folder, a path
-    that starts with ``./`` or ``../``, or a URL that starts with ``file:``.
-    """
+    """Return whether a text looks like a path on the user's machine: absolute, under ~, with ``./`` or ``../``, or ``file:``."""
     return bool(_LOCAL.match(text))
 
 
@@ -119,12 +110,7 @@ class _SafeFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.WARNING, layout: str = "%(message)s") -> None:
-    """Send the log records of this process to stderr, without secrets, user names and control characters.
-
-    Args:
-        level: lowest level of the records.
-        layout: format string of a record, as in `logging.Formatter`.
-    """
+    """Send the log records of this process to stderr, without secrets, user names and control characters."""
     handler = logging.StreamHandler()
     handler.setFormatter(_SafeFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])

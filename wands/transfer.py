@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def to_device(value: Any, device: torch.device | str) -> Any:
-    """Copy a tensor, or all tensors in dataclasses, lists and tuples, to a device. The host does not wait for the copies.
+    """Copy the tensors in a tensor, dataclass, list or tuple to a device. The host does not wait for the copies.
 
-    CUDA copies without waiting only from pinned host memory. So this function pins tensors that are not pinned.
+    CUDA copies without waiting only from pinned host memory, so other tensors are pinned first.
     """
     target = torch.device(device)
 

@@ -17,10 +17,7 @@ Result = dict[str, Any]
 
 
 def identify(path: Path, *values: object) -> str:
-    """Return a text that changes if the file `path` or one of the JSON values `values` changes.
-
-    The text contains the path, size and modification time of the file, and the values.
-    """
+    """Return a text that changes if the path, size or modification time of a file, or one of the JSON values, changes."""
     status = path.stat()
     return json.dumps([str(path), status.st_size, status.st_mtime_ns, *values])
 
@@ -31,18 +28,10 @@ def analyse_clips(
     store: Path,
     num_workers: int | None,
 ) -> tuple[dict[str, Result], int]:
-    """Call a function on each clip whose result is not stored yet.
+    """Call a function on each clip without a stored result. Return all results in the order of `clips`, and the number of calls.
 
-    Args:
-        function: function that runs in a subprocess, and returns a dictionary of JSON values. For a clip that cannot be
-            used, the dictionary has the key `reason` with the reason, and is not stored.
-        clips: maps the identity of each clip (`identify`) to the clip.
-        store: .jsonl file with the results of earlier calls. New results are appended to this file. The results of clips that
-            are not in `clips` are removed from the file.
-        num_workers: number of subprocesses. None starts one per CPU core.
-
-    Returns:
-        The result of each clip by identity, in the order of `clips`, and the number of clips that this call analyzed.
+    `function` runs in a subprocess, and returns JSON values; a `reason` means that the clip cannot be used, and is not stored.
+    `clips` maps the result of `identify` to the clip. From `store`, a .jsonl file, results of other clips are removed.
     """
     results = {row["clip"]: row for row in read_rows(store) if row.get("clip") in clips}
     todo = [name for name in clips if name not in results]

@@ -24,9 +24,8 @@ from wands.errors import ConfigError, one_line
 from wands.model.files.hub import fetch_model
 
 Captioner = Callable[[Sequence[np.ndarray], Sequence[str], int | None], list[tuple[str, bool]]]
-"""Function that captions clips. Its arguments are clips (uint8 [F, H, W, 3] RGB), a prompt for each clip, and a seed. With a
-seed, it samples the answers. If the seed is None, decoding is greedy. It returns (answer, whether the answer was cut off) for
-each clip."""
+"""Function of clips (uint8 [F, H, W, 3] RGB), a prompt for each, and a seed, with which it samples; None decodes greedily. It
+returns (answer, whether the answer was cut off) for each clip."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 MAX_BYTES = 1 << 20
 """Largest response of a caption endpoint, in bytes. A larger response is an error."""
@@ -95,12 +94,10 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
 
 
 def connect_captioner(options: CaptionOptions) -> Captioner:
-    """Return a captioner that asks an OpenAI-compatible endpoint. The API key is read from the environment variable
-    OPENAI_API_KEY.
+    """Return a captioner that asks an OpenAI-compatible endpoint, with the API key in OPENAI_API_KEY.
 
     A request is repeated once after a failed connection or an unexpected answer, and several times while the server is busy or
-    reports an internal error. The captioner raises ConfigError if the endpoint cannot be reached, refuses a request, or sends
-    an answer that is not a chat completion.
+    has an internal error. After that, or if a request is refused, the captioner raises ConfigError.
 
     Raises:
         ConfigError: if the URL of the endpoint is invalid.

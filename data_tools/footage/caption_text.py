@@ -8,8 +8,7 @@ import zlib
 MAX_CHARACTERS = 10_000
 """Largest number of characters in an answer of a caption model. Longer answers are rejected."""
 MAX_COMPRESSION = 3.5
-"""Largest ratio of a caption's bytes to its zlib-compressed bytes. A text with a larger
-ratio repeats itself, and is rejected."""
+"""Largest ratio of a caption's bytes to its zlib-compressed bytes. A text with a larger ratio repeats itself, and is rejected."""
 
 _REFUSAL = re.compile(
     r"(?:sorry\b|(?:unfortunately,? |sorry,? (?:but )?)?i(?:['’]m| am) (?:very )?sorry\b|(?:unfortunately,? |sorry,? (?:but )?)?i"
@@ -27,15 +26,10 @@ _SENTENCES = re.compile(r".*[.!?。！？][\"'”’)]*(?=\s|$)|.*[。！？]", 
 
 
 def clean_answer(text: str, is_cut: bool) -> tuple[str, str]:
-    """Return (caption, problem) for an answer of a caption model. One of the two texts is empty.
+    """Return (caption, "") or ("", problem) for an answer of a caption model.
 
-    The caption is the answer without control characters, <think> sections, and introductions such as "Here is a caption:".
-    If the answer is not a caption, `problem` is the reason.
-
-    Args:
-        text: the answer.
-        is_cut: whether the model reached its token limit before the answer was complete. An unfinished last sentence is then
-            removed.
+    The caption has no control characters, <think> sections and introductions such as "Here is a caption:". If the answer `is_cut`
+    at the token limit, its unfinished last sentence is removed.
     """
     if len(text) > MAX_CHARACTERS:
         return "", f"answer has {len(text):,} characters, more than {MAX_CHARACTERS:,}; lower --max-tokens"

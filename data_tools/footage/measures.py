@@ -1,7 +1,7 @@
 """The command `wands measure`: measure motion, sharpness and brightness of clips, find near-duplicates, and write a table.
 
-Clips are decoded in subprocesses. A file such as measured.measures.jsonl, next to the table measured.csv,
-stores the results, so that a later call with the same --out decodes only new and changed clips.
+A file such as measured.measures.jsonl, next to the table measured.csv, stores the results, so that a later call with the same
+--out decodes only new and changed clips.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from wands.errors import ConfigError, DataError
 from wands.texts import safe_lines
 
 VERSION = 1
-"""Version number of `measure_clip`. Stored results of another version are not used, and these clips are decoded again."""
+"""Version of `measure_clip`. Clips with stored results of another version are decoded again."""
 AREA = 399_360
 """Area in pixels (832 x 480) to which frames are scaled before their sharpness is measured. Frames keep their aspect ratio."""
 SPEC = ClipSpec(fps=8.0, max_pixels=AREA, max_frames=16, clip_mode="slide", frame_stride=1)
 """Frames that are decoded to measure a clip: 8 frames per second, in windows of 2 seconds."""
 EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
-"""Values of the measured columns for a clip that cannot be decoded: every column is None."""
+"""Values of the measured columns for a clip that cannot be decoded."""
 
 
 def measure_clip(clip: ClipRecord) -> dict[str, Any]:
-    """Decode the first 10 seconds of a clip, and measure the frames.
+    """Measure the first 10 seconds of a clip.
 
-    Returns:
-        A dictionary with two keys. "hashes" is a list of 64-bit perceptual hashes of three frames. "columns" maps columns of
-        the table to their values: motion (mean length of the optical flow, in frame widths per second; None for an image),
-        sharpness (mean variance of the Laplacian of the luma) and brightness (mean luma, 0 to 1).
-
-        For a clip that cannot be decoded, the dictionary has only the key "reason".
+    Return "hashes", 64-bit perceptual hashes of three frames, and "columns": motion (mean optical flow in frame widths per
+    second; None for an image), sharpness (mean variance of the Laplacian of the luma) and brightness (mean luma, 0 to 1). For a
+    clip that cannot be decoded, return only "reason".
 
     Raises:
         ConfigError: if OpenCV is missing.
@@ -75,15 +72,10 @@ def measure_clip(clip: ClipRecord) -> dict[str, Any]:
 
 
 def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[str, str]:
-    """Return a dictionary that maps the name of each near-duplicate clip to the name of the similar earlier clip.
+    """Return the most similar earlier clip of each near-duplicate clip, by name.
 
-    A clip is compared only with earlier clips that are not near-duplicates. If several earlier clips are similar, the
-    dictionary contains the most similar earlier clip.
-
-    Args:
-        hashes: maps the name of each clip to its three hashes.
-        max_bits: largest number of differing bits. Two clips are near-duplicates if their first hashes, their second hashes
-            and their third hashes each differ in at most `max_bits` bits.
+    A clip is compared only with earlier clips that are not near-duplicates. Two clips are near-duplicates if each of their three
+    hashes differs in at most `max_bits` bits.
     """
     names: list[str] = []
     kept = np.empty((len(hashes), 3), np.uint64)

@@ -1,11 +1,8 @@
 """The command `wands split`: find the shots of films, and write a table with one row for each shot.
 
-A shot longer than --max-seconds gets several rows. A shot shorter than --min-seconds gets no row. Films are decoded once, in
-subprocesses, and never re-encoded.
-
-A film is divided into parts: shots, transitions, and black, static or unreadable parts. A file such as shots.films.jsonl, next
-to the table shots.csv, stores the parts of each decoded film. A later call with the same --out therefore decodes only new and
-changed films.
+A shot longer than --max-seconds gets several rows, one shorter than --min-seconds none. Films are never re-encoded. A file such
+as shots.films.jsonl, next to the table shots.csv, stores the parts of each film (see `KINDS`), so that a later call with the same
+--out decodes only new and changed films.
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ from wands.texts import safe_lines
 
 Part = dict[str, Any]
 VERSION = 1
-"""Version of the results of `find_parts`. If the stored result of a film has another version, the film is decoded again."""
+"""Version of the results of `find_parts`. Films with stored results of another version are decoded again."""
 KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
-"""Kinds of parts of a film. A kept part becomes a row of the table. A transition is a dissolve or a fade. A shot longer than
---max-seconds is cut into windows of --max-seconds. The part after the last full window is "left over" if it is shorter than
---min-seconds. A whole shot shorter than --min-seconds is "too short"."""
+"""Kinds of parts of a film. A kept part becomes a row of the table. A transition is a dissolve or a fade. "left over" is the rest
+of a shot after windows of --max-seconds, if it is shorter than --min-seconds; "too short" is a whole shot that is shorter."""
 # a frame is black if this share of its pixels is darker
 BLACK_LUMA = 32
 BLACK_SHARE = 0.98
@@ -57,15 +53,11 @@ BORDER_SECONDS = 0.5  # seconds between two frames that are searched for black b
 
 
 def find_parts(film: ClipRecord) -> Iterator[Part]:
-    """Decode a whole film, and find its shots, transitions, and black, static and unreadable parts.
+    """Decode a film, and find its shots, transitions, and black, static and unreadable parts.
 
-    Yields:
-        An empty dictionary after every 100 frames, so that the caller sees progress. At the end, {"parts": list of the parts},
-        or {"reason": text} if the film cannot be decoded.
-
-        A part is a dictionary with start and end in seconds, kind and crop. The kind is "shot", "transition", "black",
-        "static" or "unreadable". The crop is the area without black borders as "x,y,width,height"; "" if no
-        border is removed. A shot also has an image (JPEG in base64).
+    Yield {} after every 100 frames, to show progress, and at the end {"parts": list}, or {"reason": text} if the film cannot be
+    decoded. A part has start and end in seconds, kind ("shot", "transition", "black", "static" or "unreadable") and crop, the
+    area without black borders as "x,y,width,height", or "". A shot also has an image (JPEG in base64).
 
     Raises:
         ConfigError: if PySceneDetect is missing.
@@ -136,12 +128,9 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
 
 
 def _label_frames(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> list[str]:
-    """Return the kind of each frame: "shot", "transition", "black", "static" or "unreadable".
+    """Return the kind of each frame, as in `find_parts`.
 
-    Args:
-        small: frames, scaled down, uint8 [F, 18, 32, 3].
-        times: start of each frame in seconds, and the end of the last frame.
-        bad: whether each frame is damaged.
+    `small` are the frames, scaled down, uint8 [F, 18, 32, 3]; `times` their starts in seconds, and the end of the last frame.
     """
     labels = np.full(len(small), "shot", dtype="<U10")
     rate = len(small) / (times[len(small)] - times[0])
@@ -169,14 +158,10 @@ def _label_frames(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]
 
 
 def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
-    """Return the crop that removes black borders, as the text "x,y,width,height" in displayed pixels.
+    """Return the crop that removes black borders, as "x,y,width,height" in displayed pixels; "" if no border is removed.
 
-    The result is "" if no border is removed. Borders on opposite sides are removed only if their widths are about equal.
-
-    Args:
-        columns: largest luma of each column of pixels, over the frames of a shot. Rotated frames have been turned upright.
-        rows: largest luma of each row of pixels, over the same frames.
-        scale: displayed width of a pixel and displayed height of a pixel, such as 4/3 and 1 for a file with wide pixels.
+    Opposite borders are removed only if their widths are about equal. `columns` and `rows` are the largest luma of each over the
+    upright frames of a shot; `scale` is the displayed width and height of a pixel.
     """
     spans = []
     for luma, factor in zip((columns, rows), scale, strict=True):
@@ -191,9 +176,7 @@ def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
 
 
 def split(options: SplitOptions) -> str:
-    """Run `wands split`: write the table of shots, and return a summary.
-
-    The summary contains, for each film, the seconds of each kind of part, such as "transition" or "black".
+    """Run `wands split`: write the table of shots, and return a summary with the seconds of each kind of part for each film.
 
     Raises:
         ConfigError: if an option is invalid.
@@ -256,11 +239,9 @@ def split(options: SplitOptions) -> str:
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
-    """Cut each shot in `parts` into windows (time ranges) of at most --max-seconds. Yield the windows and all other parts.
+    """Yield the windows of at most --max-seconds of each shot in `parts`, and all other parts, within the range of `record`.
 
-    Parts that are not shots keep their kind. A window of at least --min-seconds gets the kind "kept". A shorter window gets the
-    kind "too short" if it is a whole shot, or "left over" if it is the rest of a shot. If `record` selects a time range of the
-    film, everything outside this range is left out.
+    A window gets the kind "kept", or, if it is shorter than --min-seconds, "too short" or "left over".
     """
     for part in parts:
         start = max(part["start"], record.start or 0.0)

@@ -1,7 +1,6 @@
 """`wands caption`: write captions for the clips of a source into a table.
 
-Workers append the captions of each batch to log files in a folder next to the table. If the command is killed, the next call
-reads the log files and captions only the missing clips. The log files are removed when the table is complete.
+Workers append the captions of each batch to logs in a folder next to the table, from which a killed command continues.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ _COLUMN = re.compile(r"\{([^{}]*)\}")
 
 
 class CaptionSettings(NamedTuple):
-    """Settings that all workers share.
-
-    Attributes:
-        options: options of the command.
-        work: folder of the log files to which the workers append captions.
-    """
+    """Settings that all workers share. `work` is the folder of their log files."""
 
     options: CaptionOptions
     work: Path
@@ -63,7 +57,7 @@ def caption(options: CaptionOptions) -> str | None:
     Raises:
         ConfigError: if an option is wrong, or the model or endpoint cannot be used.
         DataError: if the source contains no clip.
-        WandsError: if a worker failed. If the user runs the same command again, it continues with the remaining clips.
+        WandsError: if a worker failed. The same command then continues with the remaining clips.
     """
     check_out(options.out, options.source)
     out = options.out.absolute()
@@ -152,11 +146,7 @@ def _read_logs(work: Path) -> dict[str, Any]:
 def caption_clips(
     settings: CaptionSettings, slot: int, devices: Devices, share: Sequence[Sequence[ClipRecord]]
 ) -> Iterator[str]:
-    """Caption the batches of clips in `share` as worker number `slot`, and append the results to a new log file (.jsonl).
-
-    Yields:
-        For each finished clip, its path, time range and crop as one text (result of `_identity`).
-    """
+    """Caption the batches in `share` as worker `slot`, append the results to a new log, and yield each clip's `_identity`."""
     options = settings.options
     batches = iter(share)
     prompts = options.prompt or (PROMPT,)
@@ -196,18 +186,14 @@ def caption_clips(
 
 
 def _fill_prompt(prompt: str, row: Mapping[str, object]) -> str:
-    """Return the prompt with each column name in braces replaced by the value of `row` in this column.
-
-    A column without a value in `row` is replaced by an empty text.
-    """
+    """Return the prompt with each column name in braces replaced by the value in `row`, or by "" if there is none."""
     return _COLUMN.sub(lambda match: "" if (value := row.get(match[1])) is None else str(value), prompt)
 
 
 def _read_spaced_frames(item: tuple[ClipRecord, int, int]) -> np.ndarray | str:
-    """Return evenly spaced frames of a clip, [F, H, W, 3], or the reason why the clip cannot be decoded.
+    """Return evenly spaced frames of a clip, [F, H, W, 3], or the reason why it cannot be decoded.
 
-    Args:
-        item: (clip, largest number of frames, square root of the largest number of pixels of a frame).
+    `item` is (clip, largest number of frames, square root of the largest number of pixels of a frame).
     """
     record, num_frames, max_side = item
     try:

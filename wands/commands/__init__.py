@@ -1,4 +1,1 @@
-"""Subcommands of `wands`. Most subcommands have a file or folder here, with everything except the parsing of the options.
-
-The functions of the other subcommands are in other packages, see `wands.cli.COMMANDS`.
-"""
+"""Subcommands of `wands`, without the parsing of their options. The others are in other packages, see `wands.cli.COMMANDS`."""

@@ -21,13 +21,7 @@ from wands.planning.step_time import ATTENTION_BACKWARD
 
 
 def calibrate(options: CalibrateOptions) -> str:
-    """Measure this machine's GPU, or its CPU if it has no GPU, and write the speeds to a file for `wands plan`.
-
-    `wands.planning.hardware.with_measurements` reads the file.
-
-    Returns:
-        A text with the content and the path of the file.
-    """
+    """Measure this machine's GPU, or else its CPU, write the speeds for `wands plan` to a file, and return them as text."""
     kind = accelerator_type()
     device = torch.device(kind)
     # Speeds of a GPU hardly grow with larger tensors. A CPU without bf16 units takes minutes for a product of this size.
@@ -63,9 +57,7 @@ def calibrate(options: CalibrateOptions) -> str:
 
 
 def _median_seconds(function: Callable[[], Any]) -> float:
-    """Call a function repeatedly, and return the median time of a call in seconds. A warm-up call, which may load kernels, is
-    not timed.
-    """
+    """Return the median time of a call of a function, after a warm-up call, which may load kernels."""
     function()
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=0.3).median)

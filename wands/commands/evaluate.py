@@ -25,13 +25,9 @@ from wands.variants import check_extra
 
 
 def evaluate(options: EvaluateOptions) -> str | None:
-    """Measure the loss of a run or a model on the clips of a cache. Return a table as text on rank 0, and None on other
-    ranks.
+    """Measure the loss of a run or a model on the clips of a cache. Return a table as text on rank 0, and None on other ranks.
 
     Under a launcher, the clips are divided among the ranks, and every rank has the whole model.
-
-    Args:
-        options: options of the command.
 
     Raises:
         WandsError: if the model or the cache cannot be used.
@@ -96,15 +92,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
-    """Return the recipe of the evaluation. The recipe names the cache `options.data` as its data.
-
-    If a run is evaluated, the seed and these sections come from the recipe of the run: `model`, `lora`, `flow`, `loss`,
-    `attention` and `precision`.
-
-    Args:
-        options: options of the command.
-        checkpoint: checkpoint of the run; None evaluates the model at `options.model` with default settings.
-    """
+    """Return the recipe of the evaluation. A run gives its seed, model, lora, flow, loss, attention and precision."""
     values: dict[str, Any] = {"model": {"path": options.model}, "train": {}}
     if checkpoint is not None:
         keys = ("model", "lora", "flow", "loss", "attention", "precision")

@@ -29,26 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def export(options: ExportOptions) -> Path:
-    """Write a training checkpoint as a diffusers pipeline folder. For a LoRA run, write LoRA files instead, unless
-    `options.merge` is set.
+    """Write a checkpoint as a diffusers pipeline folder, or as LoRA files for a LoRA run without --merge, and return the folder.
 
-    If `--out` contains an earlier export, the new export replaces it as soon as the new export is complete. The new
-    folder keeps the subfolder ``samples`` of the earlier export. The new folder also keeps ``README.md`` if the user
-    wrote this file.
-
-    Args:
-        options: options of the command.
-
-    Returns:
-        The absolute path of the written folder.
+    A complete new export replaces an earlier one in --out, but keeps its ``samples`` and the user's ``README.md``.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete or damaged, the base pipeline (`--base`, else the run's base model) is
-            damaged, or the written weights differ from the checkpoint's weights. The error is also raised if `options.ema`
-            is set and the checkpoint has no moving average.
-        ConfigError: if the options contradict each other or the checkpoint. The error is also raised if `--out` cannot be
-            replaced, or `--max-shard-size` is not a size. It is also raised if the base pipeline lacks a DiT of the run, or
-            if the base pipeline's DiT and the run's DiT have different configs.
+        CheckpointError: if the checkpoint or the base is damaged, written weights differ, or --ema is set without an average.
+        ConfigError: if the options contradict each other or the checkpoint, --out cannot be replaced, or the base does not fit.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     _check_size(options.max_shard_size)
@@ -114,9 +101,7 @@ def _check_size(size: str) -> None:
 
 
 def _export_record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
-    """Return the contents of the file `wands_export.json`: facts about the run. `wands push` writes these facts into
-    the model card.
-    """
+    """Return the contents of `wands_export.json`: the facts about the run that `wands push` writes into the model card."""
     return {
         "wands_version": __version__,
         "base": str(Path(base).resolve()) if Path(base).is_dir() else base,

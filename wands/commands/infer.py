@@ -1,10 +1,8 @@
 """`wands infer`: sample videos from prompts. Write an mp4 for each video, a contact sheet, and a record of all options.
 
-Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`. A user who samples an exported folder with
-diffusers therefore gets the same video as from `wands infer`.
-
-Under a launcher, all processes sample each video together. Every rank runs the whole pipeline on the same latents, but
-the ranks divide the work of the transformer among them. Only the first rank decodes the latents and writes files.
+Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`, so a user who samples an exported folder with diffusers
+gets the same video. Under a launcher, every rank runs the whole pipeline on the same latents, but the ranks divide the work of
+the transformer. Only the first rank decodes the latents and writes files.
 """
 
 from __future__ import annotations
@@ -70,16 +68,13 @@ SPEED_OPTIONS = {"attention_backend", "guidance_mode", "scheduler", "vae_dtype",
 
 @dataclass(frozen=True)
 class InferResult:
-    """Result of one sample request: the files of the video, and the facts about the sampling.
+    """Result of one sample request.
 
     Attributes:
-        request: prompt and options of the video. Its `flow_shift` is the shift of the scheduler that sampled the video.
-        video: the mp4 file.
-        latents: safetensors file with the tensor `latents`, normalized as in a training cache. The tensor is fp32
-            [latent channels, latent frames, latent height, latent width]. None if the latents were not saved.
+        request: prompt and options. Its `flow_shift` is the shift of the scheduler that sampled the video.
+        latents: safetensors file with fp32 `latents` [channels, frames, height, width], normalized as in a cache, or None.
         contact_sheet: PNG that shows all videos from the same call of `infer`.
-        fps: frames per second of the mp4.
-        seconds: time for sampling and decoding, in seconds.
+        seconds: time for sampling and decoding.
     """
 
     request: SampleRequest
@@ -95,30 +90,19 @@ def infer(
     more_requests: Sequence[SampleRequest] = (),
     conditions: Sequence[Condition] = (),
 ) -> list[InferResult]:
-    """Sample every prompt. Write the videos, one contact sheet and `samples.jsonl` into the folder `options.out_dir`.
+    """Sample every prompt, and write the videos, one contact sheet and `samples.jsonl` into the folder `options.out_dir`.
 
-    File names contain a number. New numbers start after the largest number in the folder, so no earlier video or
-    contact sheet is replaced. On one machine, a request always gives the same video bit for bit, whatever was sampled
-    before.
-
-    Under a launcher, every rank calls this function, and the ranks sample each video together. The video equals the
-    video of one process up to rounding.
-
-    Args:
-        options: options of the command.
-        more_requests: requests to sample after the prompts of `options`. Fields that are set in a request override
-            `options`.
-        conditions: conditions of outside code, in addition to those of `--import`.
+    `more_requests` follow the prompts of `options`, and their set fields override `options`. `conditions` of outside code are
+    added to those of --import. File names are numbered after the largest number in the folder, so no earlier file is replaced. On
+    one machine, a request always gives the same video bit for bit, regardless of earlier ones. Under a launcher, every rank calls
+    this function, and the video equals that of one process up to rounding.
 
     Returns:
-        One result per request, in order. Ranks other than the first return an empty list.
+        One result per request, in order; [] on ranks other than the first.
 
     Raises:
-        ConfigError: if the model cannot be used, an option is invalid, an image cannot be read, or the folder is not
-            writable. Under a launcher, also if the Ulysses degree or the ring degree does not fit the number of ranks, or
-            the ranks have different options. The error is raised before weights are read.
-        CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
-            of the weights although `options.ema` is set.
+        ConfigError: before weights are read, if the model, an option, an image or the folder cannot be used, or ranks differ.
+        CheckpointError: if the checkpoint is missing, incomplete, does not fit its config, or lacks the moving average of --ema.
         WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
     with start_together():
@@ -198,11 +182,7 @@ def _encode_inputs(
 def _check_requests(
     options: InferOptions, more_requests: Sequence[SampleRequest], conditions: Sequence[Condition]
 ) -> tuple[PipelineSource, list[SampleRequest], list[ConditionImages], list[Files], ParallelDims, str]:
-    """Check the options and all requests before any weight is read.
-
-    Returns:
-        (description of the pipeline, requests, images and files of each request, parallel dimensions, name of the device).
-    """
+    """Check all requests before any weight is read; return (pipeline, requests, their images and files, dimensions, device)."""
     source = find_source(options, conditions)
     prompts: list[str | SampleRequest] = list(options.prompts)
     prompts += read_prompts(options.prompts_file) if options.prompts_file else []
@@ -225,15 +205,9 @@ def _check_requests(
 def find_source(options: InferOptions, conditions: Sequence[Condition] = ()) -> PipelineSource:
     """Return a checked description of the pipeline, DiTs and LoRAs that the options name. Do not read any weight.
 
-    Args:
-        options: options of the command.
-        conditions: conditions of outside code.
-
     Raises:
-        ConfigError: if the pipeline cannot be used, a folder is not a diffusers transformer, or two options replace the
-            same DiT.
-        CheckpointError: if there is no complete checkpoint, or `options.ema` is set and the checkpoint contains no
-            moving average.
+        ConfigError: if the pipeline or a folder cannot be used, or two options replace the same DiT.
+        CheckpointError: if there is no complete checkpoint, or --ema is set and it contains no moving average.
     """
     dits = {}
     for part, folder in (("transformer", options.transformer), ("transformer_2", options.transformer_2)):
@@ -298,9 +272,7 @@ def _out_problems(out_dir: Path) -> list[str]:
 
 
 def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str) -> dict[str, Any]:
-    """Return facts about the weights for `samples.jsonl`, such as the model, the dtype, the LoRAs, and the folder of each
-    DiT that does not come from the model.
-    """
+    """Return facts about the weights for `samples.jsonl`: model, dtype, LoRAs, and the DiTs that are not from the model."""
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     origin |= options.model_dump(include={"ema", *SPEED_OPTIONS}, exclude_defaults=True)
@@ -321,17 +293,8 @@ def check_ranks(
 ) -> None:
     """Check that all ranks have the same software, model and requests. Every rank must call this function.
 
-    Without this check, ranks with different seeds would produce a mixture of their videos. Ranks with more prompts than
-    other ranks would wait forever.
-
-    Args:
-        source: pipeline with its DiTs, from `find_source`. Each rank searches for the newest checkpoint separately, so two
-            ranks can find different checkpoints.
-        origin: facts about the weights, such as folders and LoRAs, from `_describe_weights`.
-        requests: prompts with their options.
-        images: conditioning images of each request, whose pixels are compared.
-        files: files of the conditions of outside code of each request, whose contents are compared.
-        dims: parallel dimensions of the ranks, from `plan_ranks`.
+    Ranks with different seeds would mix their videos, and ranks with more prompts than others would wait forever. The pipeline is
+    compared because each rank searches for the newest checkpoint separately. Of `images` and `files`, the contents are compared.
 
     Raises:
         ConfigError: on every rank, if the ranks differ. The message names the first difference and the ranks.
@@ -374,10 +337,7 @@ def _write_result(
 
 
 def _next_number(out_dir: Path) -> int:
-    """Return the number for the next file name in a folder.
-
-    The number is one more than the largest number in the folder's file names, or 0 if no file name has a number.
-    """
+    """Return one more than the largest number in the folder's file names, or 0."""
     names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
     used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
     return max(used, default=-1) + 1

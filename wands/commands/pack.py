@@ -1,4 +1,4 @@
-"""The command `wands pack`: write the bins (packed sequences) of an epoch to a file, exactly as `wands train` uses them."""
+"""The command `wands pack`: write the bins of an epoch to a file, exactly as `wands train` uses them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,20 @@ from wands.train.prepared_run import PreparedRun
 
 
 def pack(options: PackOptions) -> str:
-    """Plan the bins (packed sequences) of one epoch of a recipe's data, and write the plan to a file as JSON lines.
+    """Plan the bins of one epoch of a recipe's data, write the plan to a file as JSON lines, and return a summary.
 
     The first line describes the whole plan. Its keys are:
 
-    - format (name and version of the file format), seed, epoch, and first_step (number of the epoch's first optimizer step).
-    - sources: the data sources (see `list_sources`).
-    - split, holdout, buffer_size: values of `data.split`, `data.holdout` and `packing.buffer_size` in the recipe.
-    - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.
-    - bins_per_step: number of bins in a step. max_tokens: capacity of a bin in tokens.
-    - fill: tokens in the bins divided by the capacity of the bins. The last step of the epoch is not counted, unless the
-      epoch has only one step.
-    - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
-      the mean cost of a rank, divided by the cost of the slowest rank.
-    - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov
-      distance (see `EpochPlan.length_bias`). length_bias_of_chance: length_bias if samples are assigned to steps at random.
+    - format, seed, epoch, first_step (first optimizer step of the epoch), and sources (see `list_sources`).
+    - split, holdout, buffer_size: values of `data.split`, `data.holdout` and `packing.buffer_size`.
+    - num_samples, num_tokens, num_bins, num_steps, bins_per_step, and max_tokens (capacity of a bin).
+    - fill: tokens in the bins / capacity of the bins, without the last step, unless it is the only one.
+    - efficiency: for each possible dp_size of at least 2, mean cost of a rank / cost of the slowest rank.
+    - length_bias, length_bias_of_chance: see `EpochPlan.length_bias`. data_fingerprint: see `DataIdentity`.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
-    - data_fingerprint: digest of the data, also stored in checkpoints (see `DataIdentity`).
 
-    Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
-    bins. Here, `efficiency` is the mean cost of a bin, divided by the largest cost of a bin. A bin has three lists with
-    one entry per sample: `keys` (key of the sample), `indices` (index of the sample in the data) and `tokens` (number of
-    tokens of the sample). A bin also has a number `cost`: the FLOPs of the bin divided by the mean FLOPs of
-    all bins of the epoch. (The `cost` of the first line is a pair.)
-
-    Args:
-        options: options of the command; they name the recipe, the epoch and the file.
-
-    Returns:
-        Summary of the plan for the terminal, in a few lines.
+    Each further line is one step, with the keys step, num_samples, num_tokens, fill, efficiency (mean cost of a bin / largest
+    cost) and bins. A bin has `keys`, `indices` and `tokens` of its samples, and its `cost` / mean cost of all bins.
 
     Raises:
         WandsError: if the recipe or the data have problems, or the file cannot be written.

@@ -57,19 +57,13 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 
 
 def plan(options: PlanOptions) -> str:
-    """Find settings with which a recipe fits a machine, and return a report as text.
+    """Find settings with which a recipe fits a machine, and return a report as text; with --table, return `what_fits`.
 
-    The report lists a few settings that fit, the fastest settings first. It describes the fastest settings in detail,
-    and shows the command that starts the training run. If `options.out` is set, the recipe and the DeepSpeed JSON of
-    the fastest settings are written to this folder. With `options.table`, the report only contains tables of
-    settings for published models on common GPUs.
-
-    Args:
-        options: options of the command; they name the recipe and the machine.
+    The report lists settings that fit, fastest first, with details of the fastest and the command that starts the training. With
+    --out, the recipe and the DeepSpeed JSON of the fastest are written to this folder.
 
     Raises:
-        ConfigError: if no settings fit the machine. The message describes the settings that need the least memory.
-            The error is also raised if an option is invalid, or the recipe names no model.
+        ConfigError: if no settings fit (the message describes the smallest), an option is invalid, or the recipe names no model.
         CacheError: if the recipe names a cache that cannot be read.
     """
     if options.table:
@@ -106,14 +100,10 @@ def plan(options: PlanOptions) -> str:
 def what_fits(
     names: Sequence[str] = ("rtx4090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
 ) -> str:
-    """Return Markdown tables of the settings with which published models can be trained on common machines.
+    """Return Markdown tables of the fastest settings with which published models can be trained on common machines.
 
-    Each cell contains the fastest settings with which one model fits one machine. The tables assume clips of 480p
-    with 81 frames, and one clip in each bin (packed sequence).
-
-    Args:
-        names: names of GPU types in `MACHINES`, such as h100. Each GPU type gives a column.
-        counts: numbers of GPUs. Each number gives a table.
+    Each number of GPUs in `counts` gives a table, each GPU type of `MACHINES` in `names` a column. The tables assume clips of
+    480p with 81 frames, and one clip in each bin.
     """
     tables = []
     for gpus in counts:
@@ -129,16 +119,9 @@ def what_fits(
 
 
 def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
-    """Return a short text with the fastest training settings that fit a machine, or "–" if no settings fit its
-    memory.
+    """Return the fastest settings of a published model on a machine as short text, or "–" if none fit.
 
-    The base model of a LoRA is quantized to nf4 only if no settings fit with an unquantized base model.
-
-    Args:
-        name: name of a published model.
-        kind: "lora" or "finetune".
-        machine: data of one GPU and its node, such as the memory.
-        gpus: number of GPUs.
+    `kind` is "lora" or "finetune". The base model of a LoRA is quantized to nf4 only if no settings fit without.
     """
     variant = VARIANTS[name]
     lens = _clips(Recipe(), variant, PlanOptions()).num_tokens
@@ -166,23 +149,19 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
 
 
 Model = tuple[dict[str, Any], Variant, tuple[Expert, ...]]
-"""Config of the DiT, model variant, and trained experts (DiTs, each for a range of noise levels)."""
+"""Config of the DiT, model variant, and trained experts."""
 
 
 def build_task(
     recipe: Recipe, model: Model, lens: np.ndarray, options: PlanOptions, load: dict[str, Any]
 ) -> Task:
-    """Return a `Task`: the training run and the machine, for which `search` finds settings.
+    """Return the training run and the machine for which `search` finds settings.
 
-    Args:
-        recipe: recipe of the run.
-        model: result of `find_model`: (config of the DiT, model variant, DiTs to train).
-        lens: number of tokens of each clip that the model sees, int64 [number of clips].
-        options: options that describe the machine, and name the DeepSpeed config.
-        load: further arguments of `Workload`: results of `sampling_load` and `objective_load`.
+    `model` is the result of `find_model`, `lens` the number of tokens that the model sees of each clip, int64. `load` are further
+    arguments of `Workload`: results of `sampling_load` and `objective_load`.
 
     Raises:
-        ConfigError: if the machine or the DeepSpeed config is unknown.
+        ConfigError: if the machine or the DeepSpeed config is unknown, or does not fit the recipe.
     """
     machine = machine_named(options.hardware, **options.model_dump(include=_MACHINE_OPTIONS))
     machine = with_measurements(machine, options.hardware_file)
@@ -220,10 +199,10 @@ def build_task(
 
 
 def find_model(recipe: Recipe, variant: str | None = None, conditions: Sequence[Condition] = ()) -> Model:
-    """Return (config of the DiT, model variant, experts (DiTs) to train) for the model that the recipe trains.
+    """Return the model that the recipe trains.
 
-    For a published model, no model file is read. The name of the published model is `variant`, or part of the Hub id in
-    `model.path`. For other models, the config files in `model.path` are read.
+    No file of a published model is read; its name is `variant`, or part of the Hub id in `model.path`. For other models, the
+    config files in `model.path` are read.
 
     Raises:
         ConfigError: if the variant is unknown, or the recipe names no model.
@@ -239,10 +218,9 @@ def _has_data(data: DataConfig) -> bool:
 
 
 def _clips(recipe: Recipe, variant: Variant, options: PlanOptions) -> ClipFacts:
-    """Return the token grids of the clips.
+    """Return the token grids of the clips in the recipe's data.
 
-    If `options.clips` is set or the recipe names no data, equal clips are assumed: `options.clips` clips (default 1,000), each
-    with `options.frames` frames of `options.size`. Otherwise, the numbers are read from the data that the recipe names.
+    With `options.clips`, or without data, assume that many clips (default 1,000) of `options.frames` frames of `options.size`.
     """
     data = recipe.data
     dit = variant.dit
@@ -338,13 +316,7 @@ def _compare_tensor(best: Candidate) -> list[str]:
 
 
 def start_command(best: Candidate, options: PlanOptions) -> str:
-    """Return the command line that starts a training run with the settings `best`.
-
-    Args:
-        best: settings that the planner found.
-        options: options of `wands plan`. If the folder `options.out` is set, the returned command uses the recipe
-            and the DeepSpeed JSON in this folder.
-    """
+    """Return the command line that starts a training run with the settings `best`, from the files in `options.out` if set."""
     gpus = options.gpus
     per_node = best.task.ranks_per_node
     if options.out is not None:
@@ -364,14 +336,7 @@ def start_command(best: Candidate, options: PlanOptions) -> str:
 
 
 def describe_smallest(task: Task, fix: str) -> str:
-    """Return the error message for the case that no settings fit the machine.
-
-    The message describes the settings that need the least memory.
-
-    Args:
-        task: the run and the machine.
-        fix: end of the message: changes that reduce the memory.
-    """
+    """Return the error message for the case that no settings fit: the settings that need the least memory, and the `fix`."""
     gpus = task.workload.world_size
     longest = task.longest
     cp_sizes = (1, task.ranks_per_node)

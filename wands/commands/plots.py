@@ -20,16 +20,14 @@ def save_loss_plot(
     window: int | None = None,
     marks: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> None:
-    """Plot loss curves over the optimizer steps, and write the plot as a PNG. A thin line shows the raw losses, and a thick
-    line shows the running mean of the losses.
+    """Plot loss curves over the optimizer steps as a PNG: raw losses as a thin line, their running mean as a thick line.
 
     Args:
         path: PNG to create or replace.
-        series: maps the name of a curve to (steps, losses), two sequences of equal length. There is at least one curve.
+        series: (steps, losses) of each curve, by name; at least one.
         title: heading of the plot.
-        window: number of steps in the running mean. None uses a twentieth of each curve's steps, at most 200. 1 plots
-            only the raw losses.
-        marks: maps the name of an event, such as "restart", to its steps. The steps are marked at the lower edge.
+        window: steps in the running mean; 1 plots only the raw losses. None is a twentieth of each curve's steps, at most 200.
+        marks: steps to mark at the lower edge, by the name of the event, such as "restart".
 
     Raises:
         WandsError: if the file cannot be written.

@@ -1,8 +1,7 @@
 """The command `wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
 
-Only files of a pipeline or a LoRA are uploaded: known names and types, in known folders. Training state and other files are
-left out. All files are uploaded in one commit. Paths of this machine are removed from the uploaded JSON and text files, but not
-from the local files.
+Only known file names and types in known folders are uploaded, all in one commit; training state is left out. Paths of this
+machine are removed from the uploaded JSON and text files, but not from the local ones.
 """
 
 from __future__ import annotations
@@ -54,27 +53,16 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 
 
 def push(options: PushOptions, token: str | None = None) -> str:
-    """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
+    """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub, and return its URL.
 
-    If `options.directory` is a step folder (one checkpoint of a run), this checkpoint is first exported. If
-    `options.directory` is a run folder, the latest checkpoint of the run is first exported. The export is written to
-    a temporary folder next to the step folder. This temporary folder is uploaded instead of `options.directory`.
-
-    Before the upload, wands writes the model card ``README.md`` and the plot ``loss.png`` into the uploaded folder,
-    unless the user wrote a ``README.md`` there. A second push uploads only new and changed files. The visibility of an
-    existing repository is never changed.
-
-    Args:
-        options: options of the command.
-        token: Hub token with write access. None uses HF_TOKEN or the token that ``hf auth login`` stored.
-
-    Returns:
-        The URL of the repository.
+    A checkpoint, or the latest one of a run folder, is exported to a temporary folder next to it, which is uploaded instead.
+    Before the upload, ``README.md`` and ``loss.png`` are written, unless the user wrote a ``README.md``. A second push uploads
+    only new and changed files. The visibility of an existing repository is never changed. Without `token`, HF_TOKEN or the token
+    of ``hf auth login`` is used.
 
     Raises:
-        WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. The error is also raised if
-            the repository's name, the token or the server cannot be used. It is also raised if the folder contains a link
-            that leads out of the folder, or a file with a secret.
+        WandsError: if the folder has no pipeline and no LoRA, a link that leads out of it, or a file with a secret; if the name
+            of the repository, the token or the server cannot be used; or if the upload fails.
     """
     directory = options.directory
     exported = any((directory / name).is_file() for name in (RECORD_FILE, "model_index.json"))
@@ -122,11 +110,7 @@ def push(options: PushOptions, token: str | None = None) -> str:
 
 
 def _check_contents(directory: Path) -> FolderContents:
-    """Return the contents of the folder to push: the class of the pipeline, or the LoRA files.
-
-    Raises:
-        WandsError: if the folder has neither a pipeline nor a LoRA, or if the pipeline lacks a component.
-    """
+    """Return the contents of the folder to push. Raise WandsError without a complete pipeline or a LoRA."""
     index_path = directory / "model_index.json"
     if not index_path.is_file():
         loras = tuple(_loras_to_push(directory))
@@ -147,11 +131,10 @@ def _check_contents(directory: Path) -> FolderContents:
 
 
 def _loras_to_push(directory: Path) -> Iterator[LoraFile]:
-    """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
+    """Yield the LoRA files in the folder and in its subfolders for the experts, without files of another key format.
 
-    Files without LoRA keys in diffusers' format are ignored. The start of a key names the DiT that the LoRA changes:
-    ``transformer.`` or ``transformer_2.``. There is one exception: a file whose keys all start with ``transformer.`` may be a
-    LoRA for ``transformer_2``, see `wands.model.files.lora_experts`.
+    A key starts with the DiT that it changes, ``transformer.`` or ``transformer_2.``. But a file whose keys all start with
+    ``transformer.`` may be a LoRA for ``transformer_2``, see `wands.model.files.lora_experts`.
     """
     for folder in ("", *EXPERT_NAMES.values()):
         for path in sorted((directory / folder).glob("*.safetensors")):
@@ -170,15 +153,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
-    """Return facts about the training run for the model card, for example base model, step and recipe.
-
-    Facts come from a checkpoint of the training, and from the file `wands_export.json` in the folder to push. If both
-    contain a fact, the value in the file is used.
-
-    Args:
-        directory: folder to push.
-        training: run folder or checkpoint folder of the training; None reads no checkpoint.
-    """
+    """Return facts about the training run for the model card, from its checkpoint and, with precedence, `wands_export.json`."""
     record: dict[str, Any] = {}
     if training is not None:
         from wands.checkpoint.checkpoint_files import find_checkpoint
@@ -193,14 +168,7 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
 
 
 def _license_of(base: str, hub: Hub) -> str:
-    """Return the Hub's id of the base model's license, such as "apache-2.0".
-
-    If the base model states no license or cannot be read, return the license of the published Wan models.
-
-    Args:
-        base: folder or Hub id of the base model.
-        hub: connection to the Hub.
-    """
+    """Return the Hub's id of the base model's license; without a readable license, that of the published Wan models."""
     license_id = None
     try:
         if base and (Path(base) / "README.md").is_file():
@@ -215,16 +183,7 @@ def _license_of(base: str, hub: Hub) -> str:
 
 
 def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: FolderContents) -> None:
-    """Write the model card README.md and the plot loss.png into the folder.
-
-    Write neither file if the folder has a README.md that wands did not write. Write no plot if the record has no losses.
-
-    Args:
-        directory: folder to push.
-        hub: repository on the Hub.
-        record: facts about the training run.
-        contents: pipeline or LoRA files in the folder.
-    """
+    """Write README.md and, if the record has losses, loss.png into the folder, unless it has a README.md of the user."""
     path = directory / "README.md"
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else model_card.MARKER
@@ -244,19 +203,7 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
 
 
 def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Choose the files to upload from the folder to push.
-
-    Args:
-        directory: folder to push.
-        folders: names of the subfolders that belong to the model.
-
-    Returns:
-        (paths of the files to upload, paths of the files and folders to leave out), relative to `directory`.
-
-    Raises:
-        WandsError: if one of the files to upload contains a secret, cannot be read, or is a link that leads out of the
-            folder.
-    """
+    """Return (files to upload, files and folders to leave out) as paths in the folder to push, whose model is in `folders`."""
     files: list[str] = []
     left_out: list[str] = []
 
@@ -283,9 +230,7 @@ def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], lis
 def _check_path(path: Path, directory: Path) -> None:
     """Check that a file or folder may be uploaded.
 
-    Raises:
-        WandsError: if the path leads out of the folder to push, or cannot be read. The error is also raised for a link to
-            a folder that contains the link, and for a file that contains a secret.
+    Raise WandsError if it leads out of the folder to push, cannot be read, contains itself through a link, or contains a secret.
     """
     check_link(path, directory, "DIRECTORY")
     if not (path.is_dir() or path.is_file()) or not os.access(path, os.R_OK):
@@ -318,7 +263,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _uploaded_content(path: Path) -> Path | bytes:
-    """Return `path` if the file can be uploaded unchanged, otherwise the content of the file without paths of this machine."""
+    """Return `path` if the file can be uploaded unchanged, otherwise its content without paths of this machine."""
     text = None
     if path.name == RECORD_FILE:
         text = json.dumps(without_paths(_read_object(path)), indent=2) + "\n"
@@ -339,10 +284,7 @@ def _uploaded_content(path: Path) -> Path | bytes:
 
 
 def _without_origin(entries: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a JSON object, except a local path from which a component was loaded.
-
-    diffusers and transformers store this path in a component's config under "_name_or_path" or "name_or_path".
-    """
+    """Return a JSON object without the local path that diffusers and transformers store as "_name_or_path" or "name_or_path"."""
     return {
         key: value
         for key, value in entries.items()

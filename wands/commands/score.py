@@ -23,11 +23,9 @@ from wands.run.append_log import to_line
 
 
 def score(options: ScoreOptions) -> str:
-    """Compare each sampled video with its reference clip, and return a table as text.
+    """Compare each sampled video with its reference clip, and return a table as text; --json gets its rows.
 
-    If a clip has the file name of the video (apart from the extension), this clip is the video's reference clip. Otherwise,
-    the reference clip is the clip whose caption is the video's prompt. If `options.json_path` is set, write the rows of the table
-    to this JSON file.
+    The reference clip has the file name of the video, apart from the extension, or else a caption equal to the video's prompt.
 
     Raises:
         ConfigError: if no sample has a reference clip.
@@ -61,21 +59,16 @@ def score(options: ScoreOptions) -> str:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Return the Pearson correlation of all values of two latents. If their shapes differ, resize `b` to the shape of
-    `a`.
-
-    The shape of a latent is [channels, frames, height, width].
-    """
+    """Return the Pearson correlation of two latents [channels, frames, height, width], with `b` resized to the shape of `a`."""
     if a.shape != b.shape:
         b = torch.nn.functional.interpolate(b[None], size=a.shape[1:], mode="trilinear")[0]
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 
 def _prompt(video: Path) -> str | None:
-    """Return the prompt of a sampled video from a file samples.jsonl; None if no file samples.jsonl names the video.
+    """Return the prompt of a sampled video from a samples.jsonl; None if no row names the video.
 
-    The samples.jsonl of `wands infer` is next to the video, and names the video by its file name. The samples.jsonl of
-    training is in the folder above the video, and names the video by its path relative to the run folder.
+    That of `wands infer` is next to the video. That of training is one folder up, with paths relative to the run folder.
     """
     for folder in (video.parent, video.parents[1]):
         for row in read_rows(folder / "samples.jsonl"):

@@ -30,10 +30,7 @@ NUM_SAMPLES = 20_000
 def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()) -> None:
     """Train the model that a recipe names, or only check the recipe and its data.
 
-    Args:
-        options: options of the command.
-        log: function that prints a text for the user. This command calls the function only on rank 0.
-        launcher: processes from the parent of this process up to its launcher, such as torchrun.
+    `launcher` lists the processes from the parent of this process up to its launcher, such as torchrun.
 
     Raises:
         WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.
@@ -64,9 +61,7 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
 
 
 def _mock_overrides(name: str | None) -> tuple[str, ...]:
-    """Return the recipe overrides for `wands train --mock NAME`: a published model with random weights, and random
-    clips of its official size. Return () for None.
-    """
+    """Return the recipe overrides of --mock: a published model with random weights, and random clips of its official size."""
     if name is None:
         return ()
     if name not in VARIANTS:
@@ -79,10 +74,7 @@ def _mock_overrides(name: str | None) -> tuple[str, ...]:
 
 
 def _show_timesteps(recipe_path: str | None, overrides: Sequence[str], log: Log) -> None:
-    """Log a histogram of the sampled timesteps for each expert (DiT for a range of noise levels) that the recipe trains.
-
-    If the recipe has no `model.path`, log one histogram over all noise levels.
-    """
+    """Log a histogram of the sampled timesteps for each expert, or one over all noise levels without `model.path`."""
     recipe = load_recipe(recipe_path, overrides)
     experts = find_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):
@@ -93,16 +85,9 @@ def _show_timesteps(recipe_path: str | None, overrides: Sequence[str], log: Log)
 
 
 def timestep_histogram(flow: FlowConfig, seed: int, sigma_range: tuple[float, float] = (0.0, 1.0)) -> str:
-    """Return a text histogram of random timesteps. The timesteps are sampled and shifted as in training.
+    """Return an ASCII histogram of random timesteps, sampled and shifted as in training, with their mean and quantiles.
 
-    Args:
-        flow: `flow` section of a recipe.
-        seed: random seed.
-        sigma_range: (lowest, highest) noise level of the trained expert (DiT for high or low noise).
-
-    Returns:
-        ASCII lines: a heading, one line per bar from high noise to low noise, and a line with the mean and the
-        quantiles.
+    Bars go from high noise to low noise. `sigma_range` is the range of the trained expert.
     """
     generator = philox(seed, "histogram")
     sigmas = [sample_sigma(generator, flow, *sigma_range) for _ in range(NUM_SAMPLES)]

@@ -17,13 +17,7 @@ from wands.model.files.hashes import find_changed_files
 
 
 def verify(options: VerifyOptions) -> str:
-    """Read all files of a run, a cache or a model, and compare them with their stored hashes.
-
-    Args:
-        options: options of the command.
-
-    Returns:
-        A text with the number of intact checkpoints of the run, samples of the cache, or files of the model.
+    """Compare all files of a run, a cache or a model with their stored hashes, and return a text with their number.
 
     Raises:
         WandsError: with one line for each damaged checkpoint, sample or file.

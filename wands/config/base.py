@@ -15,7 +15,7 @@ MAX_INTEGER = 2**53
 
 
 class StrictModel(BaseModel):
-    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes the description of the field.
+    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes its description.
 
     pydantic would take `true` for the number 1. Here it is refused, and so are integers above `MAX_INTEGER`.
     """
@@ -62,16 +62,13 @@ def _types_in(annotation: Any) -> set[Any]:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Command-line spelling of an option field: flag and placeholder. If a field has no `Spelling`, the empty
-    `Spelling()` is used.
+    """Command-line spelling of an option field.
 
     Attributes:
-        name: flag, such as `--set`. If empty, the flag is made from the name of the field: `max_frames` becomes
-            `--max-frames`.
+        name: flag, such as `--set`. If empty, it is made from the name of the field: `max_frames` becomes `--max-frames`.
         metavar: placeholder for the value in the help text; None means click's default.
-        flag_value: value of the option if the user types the flag without a value. None means that the user must type a
-            value after the flag.
-        argument: True for a positional argument, False for an option.
+        flag_value: value of a flag without a value. None means that the flag needs a value.
+        argument: True for a positional argument.
     """
 
     name: str = ""
@@ -81,16 +78,13 @@ class Spelling:
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:
-    """Return the limits of a numeric field, such as {"ge": 0, "lt": 1}. Without limits, the dict is empty.
-
-    The keys are pydantic's names of the limits: ge, gt, le and lt.
-    """
+    """Return the limits of a numeric field by pydantic's names, such as {"ge": 0, "lt": 1}."""
     rules = ("ge", "gt", "le", "lt")
     return {rule: getattr(item, rule) for item in field.metadata for rule in rules if hasattr(item, rule)}
 
 
 def spelling_of(field: FieldInfo) -> Spelling:
-    """Return the `Spelling` in the annotation of an option field; a default `Spelling` if the annotation contains none."""
+    """Return the `Spelling` in the annotation of an option field, or a default one."""
     return next((item for item in field.metadata if isinstance(item, Spelling)), Spelling())
 
 
@@ -99,6 +93,4 @@ ARGUMENT = Spelling(argument=True)
 
 
 class Options(StrictModel):
-    """Base class of the pydantic models in `wands.config.options`. Each command has a subclass, whose fields are the
-    options of the command.
-    """
+    """Base class of `wands.config.options`: each command has a subclass, whose fields are the options of the command."""

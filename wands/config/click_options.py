@@ -21,14 +21,9 @@ def command_name(options: type[Options]) -> str:
 
 
 def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Command:
-    """Return a subcommand that stores the parsed command line in an instance of `options`, and calls `run` with this
-    instance.
+    """Return a subcommand that parses the command line into an instance of `options`, and calls `run` with it.
 
-    The help text lists the required parameters first and --import last, and otherwise keeps the order of the fields.
-
-    Args:
-        options: class whose fields are the options of the subcommand.
-        run: function to call with the instance.
+    The help lists required parameters first and --import last, and otherwise keeps the order of the fields.
     """
     parameters = [_build_parameter(name, field) for name, field in options.model_fields.items()]
 
@@ -59,9 +54,7 @@ def help_line(field: FieldInfo) -> str:
 
 
 def _help_text(options: type[Options]) -> str:
-    """Return the help text of a command: the docstring of `options`. Descriptions of the positional arguments are inserted
-    before the examples, which end the docstring.
-    """
+    """Return the docstring of `options`, with the descriptions of the positional arguments before the examples at its end."""
     text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
     fields = options.model_fields.items()
     arguments = [

@@ -1,9 +1,8 @@
 """Merge the DeepSpeed JSON with the recipe.
 
-The JSON may set ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes and the
-precision. If the JSON does not set gradient clipping or a setting of the optimizer, such as the learning rate, wands uses
-the value in the recipe. wands reports an error if a key of the JSON contradicts the recipe, is unknown to DeepSpeed, or has no
-effect in wands. The error names the JSON and the recipe.
+The JSON may set ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds batch sizes and precision, and the
+recipe's gradient clipping and optimizer settings where the JSON has none. A key of the JSON that contradicts the recipe, is
+unknown to DeepSpeed, or has no effect in wands is an error.
 """
 
 from __future__ import annotations
@@ -24,16 +23,11 @@ Names = tuple[str, str]
 SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 """Folder of the shipped DeepSpeed JSONs, next to the package `wands` in a checkout and in an installation."""
 REDUCE_BUCKET_SIZE = 500_000_000
-"""Number of gradient values that are reduced together if the JSON does not set reduce_bucket_size. DeepSpeed has the same
-default.
-"""
+"""Number of gradient values that are reduced together if the JSON does not set reduce_bucket_size: DeepSpeed's own default."""
 
 
 def load_ds_config(path: str | Path | None) -> dict[str, Any]:
-    """Read a DeepSpeed JSON, and return it as a dict.
-
-    Args:
-        path: a JSON file, or the name of a config that wands ships, such as "zero3". None means a config that only sets ZeRO-2.
+    """Return a DeepSpeed JSON, given by its path or by the name of a shipped config, such as "zero3"; None sets only ZeRO-2.
 
     Raises:
         ConfigError: if the file is missing or is not a JSON object.
@@ -55,26 +49,14 @@ def build_ds_config(
     device_type: str,
     names: Names = ("the DeepSpeed JSON", "the recipe"),
 ) -> dict[str, Any]:
-    """Complete the user's DeepSpeed JSON with the settings of the recipe.
+    """Complete the user's DeepSpeed JSON with the settings of the recipe, for `deepspeed.initialize`.
 
-    A key of the recipe's `optim` section counts as unset if its value is the default, even if the recipe file states this
-    value. The JSON may override only unset keys.
-
-    Args:
-        user: the JSON as read from the file. A key with the value "auto" counts as missing.
-        recipe: the resolved recipe.
-        world_size: number of ranks.
-        device_type: "cuda" or "cpu".
-        names: names of the JSON and of the recipe, for error messages.
-
-    Returns:
-        A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-        JSON has a scheduler. With the same recipe and world size, the returned config is also valid as `user`, so that a
-        resumed run may pass the config again.
+    The JSON may override only unset keys of `optim`; a key with its default value counts as unset, even if the recipe file states
+    it. In the JSON, "auto" counts as missing. With the same recipe and world size, the result is also valid as `user`, so a
+    resumed run may pass it again. `device_type` is "cuda" or "cpu"; `names` are the names of JSON and recipe in messages.
 
     Raises:
-        ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
-            One error lists all problems.
+        ConfigError: one error for all contradictions to the recipe, values of a wrong type, and keys without effect.
     """
     config = copy.deepcopy(dict(user))
     problems = ds_rules.check_json(config, names[0])
@@ -215,23 +197,20 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed config offloads the optimizer states to the host or to NVMe. The host runs the optimizer
-    step of offloaded states.
-    """
+    """Return whether a DeepSpeed config offloads the optimizer states, so that the host runs the optimizer step."""
     return ds_rules.offload_device(config["zero_optimization"]) != "none"
 
 
 def uses_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer in a DeepSpeed config is Adam or AdamW. Both torch's and DeepSpeed's versions count."""
+    """Return whether the optimizer in a DeepSpeed config is Adam or AdamW, of torch or of DeepSpeed."""
     return config["optimizer"]["type"].lower() in ds_rules.ADAM_TYPES
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """Set in `config` whether Adam and AdamW come from torch or from DeepSpeed. Keys of `config` that the user set are kept.
+    """Set in `config` whether Adam and AdamW come from torch or from DeepSpeed. Keys that the user set are kept.
 
-    If a run on GPUs offloads the optimizer states to the host, DeepSpeed's Adam is used. torch's Adam would be several
-    times slower on the host. DeepSpeed's Adam is also used if the user sets `bias_correction`, which torch's Adam lacks. In
-    all other cases, torch's Adam is used, because DeepSpeed's Adam needs a CUDA toolkit.
+    On the host, torch's Adam is several times slower, so a run on GPUs that offloads the optimizer states uses DeepSpeed's. So
+    does a run with `bias_correction`, which torch's Adam lacks. All others use torch's, because DeepSpeed's needs a CUDA toolkit.
     """
     params = config["optimizer"]["params"]
     offloads = offloads_optimizer(config)
@@ -245,18 +224,10 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 
 
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Return the learning rate with which a run creates its optimizer.
+    """Return the learning rate with which a run creates its optimizer, from the result of `build_ds_config`.
 
-    If `config` has no scheduler section, the result is the peak of the recipe's learning rate schedule. This peak is the
-    learning rate in the optimizer section of `config`, multiplied by a factor. The factor depends on the recipe key
-    `optim.scale_lr` and on the batch size (see `optim.scale_lr_base`).
-
-    If `config` has a scheduler section, the result is the unchanged learning rate in the optimizer section. DeepSpeed's
-    scheduler then sets all learning rates.
-
-    Args:
-        config: result of `build_ds_config`.
-        recipe: the resolved recipe.
+    It is the peak of the recipe's schedule: the optimizer's learning rate, scaled with the batch size as `optim.scale_lr` says. A
+    scheduler in `config` sets all learning rates itself; then nothing is scaled.
     """
     lr = float(config["optimizer"]["params"]["lr"])
     if "scheduler" in config:

@@ -1,6 +1,6 @@
-"""Checks of the user's DeepSpeed JSON. Some checks need only the JSON, other checks compare the JSON with the recipe.
+"""Checks of the user's DeepSpeed JSON, alone and with the recipe. One report can list every problem.
 
-Each check returns messages instead of raising an error, so that one report can list every problem.
+A check returns messages, or rules for `failed_rules`: a dict from error message to whether the rule is broken.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEYS: dict[str, tuple[Any, str]] = {
     "a string": (str, "log_level communication_data_type"),
 }
 KNOWN_KEYS = {key: (name, kind) for name, (kind, keys) in _KEYS.items() for key in keys.split()}
-"""Maps each key that a DeepSpeed JSON may contain to the type of its value: (name of the type in messages, type)."""
+"""(name of the type in messages, type) of each key that a DeepSpeed JSON may contain."""
 # Keys that DeepSpeed accepts, but that have no effect or a wrong effect in wands, and keys of removed DeepSpeed features.
 _UNUSED = {
     "use model.checkpointing of the recipe": "activation_checkpointing",
@@ -52,7 +52,7 @@ _UNUSED = {
     "progressive_layer_drop sparse_attention sparse_gradients disable_allgather",
 }
 UNUSED_KEYS = {key: fix for fix, keys in _UNUSED.items() for key in keys.split()}
-"""Keys of DeepSpeed that wands refuses, because they have no useful effect in wands. Each key is mapped to the fix."""
+"""Keys of DeepSpeed that wands refuses, because they have no useful effect in wands, with the fix."""
 ADAM_TYPES = ("adam", "adamw")
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 ZERO_PLUS_PLUS = ("zero_hpz_partition_size", *QUANTIZED_KEYS, "zero_quantized_gradients")
@@ -65,26 +65,16 @@ _ADAM_PARAMS = (
 
 
 def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> str:
-    """Return the device to which a section of `zero_optimization` offloads tensors: "none", "cpu" or "nvme".
-
-    Args:
-        zero: `zero_optimization` of the JSON.
-        key: name of the offload section: offload_optimizer or offload_param. A missing section means "none".
-    """
+    """Return the device to which a section of `zero_optimization` offloads: "none", "cpu" or "nvme"."""
     if key == "offload_optimizer" and zero.get("cpu_offload"):
         return "cpu"
     return str((zero.get(key) or {}).get("device", "none"))
 
 
 def check_json(config: dict[str, Any], name: str) -> list[str]:
-    """Check a DeepSpeed JSON without the recipe, and return one error message for each problem.
+    """Check a DeepSpeed JSON, called `name` in messages, without the recipe, and return one message for each problem.
 
-    Invalid sections and top-level keys are removed from `config`, so that later checks can continue. A top-level key with
-    the value "auto" counts as missing, and is also removed.
-
-    Args:
-        config: the JSON; changed in place.
-        name: name of the JSON, for the error messages.
+    Invalid sections and top-level keys, and keys with the value "auto", are removed from `config` for later checks.
     """
     problems = []
     for key, value in list(config.items()):
@@ -169,16 +159,7 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules that the optimizer in `optim.name` imposes on other recipe keys and on the DeepSpeed config.
-
-    Args:
-        recipe: the resolved recipe.
-        config: the DeepSpeed config. It must already contain the optimizer and gradient clipping.
-
-    Returns:
-        A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
-        `failed_rules`).
-    """
+    """Return the rules that `optim.name` imposes on other keys and on a `config` with optimizer and gradient clipping."""
     name = recipe.optim.name
     reduce = recipe.precision.reduce
     clip = config["gradient_clipping"]
@@ -213,7 +194,7 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def fp8_rules(recipe: Recipe) -> dict[str, object]:
-    """Return the rules that fp8 imposes on other recipe keys, as a dict from error message to whether the rule is broken."""
+    """Return the rules that fp8 imposes on other recipe keys."""
     precision = recipe.precision
     quantize = recipe.lora.quantize if recipe.lora else "none"
     multiplies = precision.linears == "fp8"
@@ -230,12 +211,7 @@ def fp8_rules(recipe: Recipe) -> dict[str, object]:
 
 
 def swap_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules of `model.swap_blocks`, as a dict from error message to whether the rule is broken.
-
-    Args:
-        recipe: the resolved recipe.
-        zero: section `zero_optimization` of the DeepSpeed JSON.
-    """
+    """Return the rules of `model.swap_blocks`. `zero` is the section `zero_optimization` of the DeepSpeed JSON."""
     model = recipe.model
     if not model.swap_blocks:
         return {}
@@ -258,16 +234,7 @@ def swap_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
 
 
 def tensor_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules that tensor parallelism imposes on other settings.
-
-    Args:
-        recipe: the resolved recipe.
-        zero: section `zero_optimization` of the DeepSpeed JSON.
-
-    Returns:
-        A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
-        `failed_rules`).
-    """
+    """Return the rules that tensor parallelism imposes on other settings. `zero` is as in `swap_rules`."""
     degree = recipe.parallel.tensor_degree
     key = f"parallel.tensor_degree={degree}"
     quantize = recipe.lora.quantize if recipe.lora else "none"
@@ -291,7 +258,7 @@ def tensor_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
 
 
 def tensor_optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rule that tensor parallelism imposes on the optimizer of a DeepSpeed config; see `tensor_rules`."""
+    """Return the rule that tensor parallelism imposes on the optimizer of a DeepSpeed config."""
     degree = recipe.parallel.tensor_degree
     name = config["optimizer"]["type"]
     return {
@@ -302,16 +269,7 @@ def tensor_optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[st
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules that the recipe keys `precision.weights` and `lora.quantize` impose on other settings.
-
-    Args:
-        recipe: the resolved recipe.
-        zero: section `zero_optimization` of the DeepSpeed JSON.
-
-    Returns:
-        A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
-        `failed_rules`).
-    """
+    """Return the rules that `precision.weights` and `lora.quantize` impose on other settings. `zero` is as in `swap_rules`."""
     bf16 = recipe.precision.weights == "bf16"
     quantize = recipe.lora.quantize if recipe.lora else "none"
     stage = int(zero.get("stage", 0))

@@ -13,12 +13,12 @@ MIN_8BIT = 4096
 
 
 class OptimizerKind(NamedTuple):
-    """Optimizer that one value of the recipe key `optim.name` selects.
+    """Optimizer that one value of `optim.name` selects.
 
     Attributes:
-        type: name of the optimizer in a DeepSpeed JSON.
-        keys: keys of the recipe's optim section that are settings of this optimizer.
-        package: optional package that the optimizer needs; None if no package is needed.
+        type: name in a DeepSpeed JSON.
+        keys: keys of the section `optim` that are settings of this optimizer.
+        package: optional package that it needs.
     """
 
     type: str
@@ -35,21 +35,12 @@ KINDS = {
 
 
 def kind_of(type_name: str) -> str | None:
-    """Convert an optimizer type of a DeepSpeed JSON, such as "AdamW", to the value of `optim.name`, such as "adamw".
-
-    Returns:
-        The value of `optim.name`, or None if no value selects this type.
-    """
+    """Return the value of `optim.name` for an optimizer type of a DeepSpeed JSON, such as "AdamW"; None if there is none."""
     return next((name for name, kind in KINDS.items() if kind.type.lower() == type_name.lower()), None)
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon updates a parameter. Muon updates only the weight matrices in the transformer blocks.
-
-    Args:
-        name: name of the parameter in the model.
-        shape: shape of the parameter.
-    """
+    """Return whether Muon updates a parameter: it updates only the weight matrices in the transformer blocks."""
     return name.startswith("blocks.") and len(shape) == 2
 
 
@@ -59,14 +50,9 @@ def is_norm_or_bias(name: str, shape: Sequence[int]) -> bool:
 
 
 def state_bytes(name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int) -> float:
-    """Return the number of bytes of an optimizer's states for all trained parameters, before the ranks partition the states.
+    """Return the bytes of an optimizer's states, without master weights, before the ranks partition them.
 
-    The states are, for example, the two moments of AdamW. Master weights are not included.
-
-    Args:
-        name: value of the recipe key `optim.name`, such as "adamw8bit".
-        parameters: (name, shape) of each trained parameter.
-        zero_stage: ZeRO stage from 0 to 3. The stage matters only for Muon, which needs more bytes at stages 1 and 2.
+    `name` is a value of `optim.name`; `parameters` are (name, shape) pairs. The stage matters only for Muon.
     """
     total = 0.0
     for parameter, shape in parameters:

@@ -1,7 +1,7 @@
 """Read recipes, and check them before a model or data is loaded.
 
-Defaults have the lowest precedence, then the YAML file, then `--set section.key=value`. A recipe is either used exactly
-as it is written, or refused with one report of all its problems. No value is corrected.
+Defaults have the lowest precedence, then the YAML file, then `--set section.key=value`. A recipe is used exactly as it is
+written, or refused with one report of all its problems. No value is corrected.
 """
 
 from __future__ import annotations
@@ -28,16 +28,12 @@ _SHIPPED = Path(str(resources.files("wands.recipes")))
 
 
 def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, apply `section.key=value` overrides, and return the checked recipe.
+    """Read a recipe, apply overrides of the form `section.key=value` with a YAML value, and return the checked recipe.
 
-    Args:
-        path: YAML file, or name of a shipped recipe (such as `wan2.1-t2v-1.3b-finetune`). None uses the defaults of all
-            keys.
-        overrides: texts of the form `section.key=value`. The value is YAML.
+    `path` is a YAML file, or the name of a shipped recipe, such as `wan2.1-t2v-1.3b-finetune`. None uses all defaults.
 
     Raises:
-        ConfigError: if a key is unknown, a value is invalid, or keys contradict each other. The error has one line per
-            problem.
+        ConfigError: if a key is unknown, a value is invalid, or keys contradict each other, with one line per problem.
     """
     problems = Problems()
     recipe = read_recipe(path, overrides, problems)
@@ -46,19 +42,10 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Problems) -> Recipe:
-    """Read a recipe as `load_recipe` does, but add wrong keys and values to `problems` instead of raising an error.
+    """Read a recipe as `load_recipe` does, but add wrong keys and values to `problems`, so that other checks can continue.
 
-    Other checks can then continue, and one report can list all problems.
-
-    Args:
-        path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
-        overrides: texts of the form `section.key=value`. The value is YAML.
-        problems: collector of errors that also stores the names of failed checks. If keys or values are wrong, the collector
-            gets one error with all of them, and the name "recipe". The collector also gets the name of each section with a
-            wrong key or value. A later check is skipped if it needs a check with one of these names.
-
-    Returns:
-        The recipe. Sections that have a problem contain the defaults.
+    `problems` gets one error named "recipe", and the name of each section with a wrong key or value as a failed check, so that
+    checks that need the section are skipped. In the returned recipe, these sections have the defaults.
 
     Raises:
         ConfigError: if the file is missing or is not a YAML mapping.
@@ -80,7 +67,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
 
 
 def shipped_recipes() -> dict[str, str]:
-    """Return a dict from the name of each shipped recipe to its YAML text, in alphabetical order."""
+    """Return the YAML text of each shipped recipe by name, in alphabetical order."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_SHIPPED.glob("*.yaml"))}
 
 
@@ -93,10 +80,7 @@ class _RecipeLoader(yaml.SafeLoader):
         self._sizes = dict[int, int]()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next YAML node, and count its values, including nested values.
-
-        An alias counts as many values as the node that the alias repeats.
-        """
+        """Return the next YAML node, and count its values. An alias counts as many as the node that it repeats."""
         event = self.peek_event()
         before = self._num_nodes
         if getattr(event, "tag", None) is not None:
@@ -129,7 +113,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file that contains a mapping, or nothing.
+    """Return the mapping in a YAML file, {} if the file is empty.
 
     Raises:
         OSError: if the file cannot be read.
@@ -204,9 +188,7 @@ def _section_at(path: Sequence[str]) -> type[BaseModel]:
 
 
 def _cross_checks(recipe: Recipe) -> list[str]:
-    """Return one message for each pair of keys whose values contradict each other, although each value alone is
-    valid.
-    """
+    """Return one message for each pair of keys whose values are valid alone, but contradict each other."""
     level_bins = recipe.packing.level_bins
     bins_per_step = recipe.train.bins_per_step
     rules = {

@@ -29,12 +29,9 @@ class Key(NamedTuple):
     """One recipe key and its description.
 
     Attributes:
-        name: full name, such as `optim.lr`. If the key belongs to the items of a list, `[]` follows the name of the list,
-            as in `data.sources[].path`.
+        name: full name, such as `optim.lr`, or `data.sources[].path` for a key of the items of a list.
         type: type and limits of the value, such as "number > 0".
-        default: default value as written in YAML. "required" means that there is no default. "unset" means that the default
-            is null or an empty text.
-        description: docstring of the key, in Markdown.
+        default: as written in YAML; "required" without a default, "unset" for null or an empty text.
     """
 
     name: str
@@ -44,7 +41,7 @@ class Key(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Type, limits and default of the key as text in square brackets, for example "[number > 0; default: 1e-05]"."""
+        """Type, limits and default, for example "[number > 0; default: 1e-05]"."""
         default = self.default if self.default == "required" else f"default: {self.default}"
         return f"[{self.type}; {default}]"
 
@@ -55,7 +52,7 @@ class Key(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One section of the recipe, and the keys of the section. The top level of the recipe is a section with an empty name."""
+    """One section of the recipe, and its keys. The top level of the recipe is a section with an empty name."""
 
     name: str
     description: str
@@ -63,13 +60,7 @@ class Section(NamedTuple):
 
 
 def list_sections(model: type[BaseModel] = Recipe, name: str = "", text: str | None = "") -> list[Section]:
-    """Return a section of the recipe and the sections that are nested in it. A section comes before its nested sections.
-
-    Args:
-        model: pydantic class of the section. The default is the whole recipe.
-        name: name of the section.
-        text: text to add after the docstring of `model` in the description of the section. "" or None adds nothing.
-    """
+    """Return a section of the recipe, by default all of it, and its nested sections. `text` is added to the description."""
     prefix = f"{name}." if name else ""
     fields = {f"{prefix}{key}": field for key, field in model.model_fields.items()}
     inner = {key: section for key, field in fields.items() if (section := inner_section(field.annotation))}
@@ -123,11 +114,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def describe_config(options: ConfigOptions) -> str:
-    """Return the text that `wands config` prints: a short line for every key, or the full text of one section or key.
-
-    Args:
-        options: options of the command. `key` is the name of a section (optim), a full key name (optim.lr), or a key name
-            without a section (lr). None lists all keys.
+    """Return the text of `wands config`: a short line for every key, or the full text of a section or of all keys with a name.
 
     Raises:
         ConfigError: if no section or key has this name.
@@ -164,14 +151,7 @@ def describe_config(options: ConfigOptions) -> str:
 
 
 def describe_recipes(options: RecipesOptions) -> str:
-    """Return the YAML of one shipped recipe, or a table of all shipped recipes.
-
-    Args:
-        options: options of the command. `name` is the name of a shipped recipe; None returns the table.
-
-    Raises:
-        ConfigError: if there is no shipped recipe with this name.
-    """
+    """Return the YAML of one shipped recipe, or a table of all shipped recipes. Raise ConfigError for an unknown name."""
     recipes = shipped_recipes()
     if options.name is not None:
         name = options.name.removesuffix(".yaml")

@@ -1,4 +1,4 @@
-"""Copy files into the folder of an export: the frozen models of a base pipeline, and the user's files from an earlier export."""
+"""Copy the frozen models of a base pipeline (--base), and the user's files of an earlier export, into the folder of an export."""
 
 from __future__ import annotations
 
@@ -19,19 +19,12 @@ from wands.variants import extra_channels
 def check_base(
     base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
 ) -> None:
-    """Check that a new DiT can replace the DiT of a base pipeline (option --base).
+    """Check that a new DiT can replace the DiT of the base pipeline in the folder `base`.
 
-    The config of the new DiT must equal the config of the base's DiT, except for input channels of conditions of outside code,
-    which the base may lack. Keys that start with "_", and keys that the base's
-    config does not have, are not compared. The base must have as many DiTs as the model to which the new DiT belongs: one
-    DiT, or two DiTs (high-noise and low-noise expert).
-
-    Args:
-        base: folder of the base pipeline.
-        config: diffusers config of the new DiT.
-        parts: subfolders of the base with the configs to compare, such as "transformer".
-        model: text that names the new DiT's model in error messages, such as "SOURCE's model".
-        two_experts: whether the new DiT's model has two DiTs. None skips the comparison of the numbers of DiTs.
+    The diffusers `config` of the new DiT must equal the configs in the subfolders `parts` of the base. Input channels of
+    conditions of outside code, keys that start with "_", and keys that the base lacks are not compared. `two_experts` says
+    whether the new model has two DiTs, as the base must then have; None skips this check. `model` names the new DiT's model in
+    messages.
 
     Raises:
         ConfigError: if `base` is not a diffusers pipeline, or has a different DiT config or number of DiTs.
@@ -64,20 +57,13 @@ def _are_added(key: str, config: Mapping[str, Any], base: Mapping[str, Any]) -> 
 
 
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:
-    """Copy a base pipeline (option --base) into the folder of an export.
+    """Copy a base pipeline into the existing folder `out`, without the DiTs in `parts`, which the export replaces.
 
-    Hidden files and the DiTs that the export replaces are not copied. Files that describe the base are not copied, either:
-    README.md, wands_export.json, loss.png and the folder `samples`.
-
-    Args:
-        base_dir: folder of the base pipeline.
-        out: existing folder of the export.
-        parts: subfolders of the DiTs that the export replaces, such as "transformer".
-        link: whether to make hard links instead of copies if the file system supports hard links. A program that writes
-            into a hard link also changes the base.
+    Hidden files, README.md, wands_export.json, loss.png and `samples` are left out, too. `link` makes hard links where the file
+    system can: a program that writes into one also changes the base.
 
     Raises:
-        WandsError: if a file to copy is a link that leads out of the base and of the Hub cache: a push would publish it.
+        WandsError: if a file is a link that leads out of the base and of the Hub cache: a push would publish it.
     """
     replaced = {*parts, "README.md", RECORD_FILE, LOSS_FILE, "samples"}
 
@@ -93,14 +79,9 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 
 
 def carry_over(earlier: Path, out: Path) -> None:
-    """Copy the user's files from the folder of an earlier export into the folder of a new export.
+    """Copy the user's files from an earlier export, which may not exist, into the existing folder of a new one.
 
-    The user's files are the folder `samples`, and a README.md without the line `MARKER`, with which wands marks its own
-    README.md. The loss plot loss.png is copied together with the user's README.md, which may show the plot.
-
-    Args:
-        earlier: folder of the earlier export, which may not exist.
-        out: existing folder of the new export.
+    They are the folder `samples`, and a README.md without the line `MARKER`, together with the plot loss.png, which it may show.
     """
     if (earlier / "samples").is_dir():
         shutil.copytree(earlier / "samples", out / "samples", symlinks=True)

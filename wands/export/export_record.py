@@ -86,21 +86,17 @@ def check_record(record: Mapping[str, Any], path: Path) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the contents of `wands_export.json`.
-
-    Raises:
-        WandsError: if the file cannot be read, or a value has another type.
-    """
+    """Return the checked contents of `wands_export.json`. Raise WandsError if the file cannot be read or has a wrong value."""
     record = read_json_object(path, fix="run `wands export` again.", error=WandsError)
     check_record(record, path)
     return record
 
 
 def read_sample_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a `.jsonl` file that `wands infer` wrote, or [] if the file does not exist.
+    """Return the rows of a `samples.jsonl` of `wands infer`; [] if the file does not exist.
 
     Raises:
-        WandsError: if the file cannot be read, or contains a line that is not a JSON object with a file and a prompt.
+        WandsError: if the file cannot be read, or a line is not a JSON object with the right types.
     """
     try:
         # splitlines would also split at characters such as U+2028, which JSON does not escape in a prompt.

@@ -1,6 +1,6 @@
-"""Build the model card of an exported pipeline or LoRA: base model, training data, recipe, samples and loading example.
+"""Build the model card of an exported pipeline or LoRA.
 
-A card may become public. Therefore `without_paths` removes the paths of the machine that trained the model.
+A card may become public, so `without_paths` removes the paths of the machine that trained the model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ STRIPS_FILE = "samples_during_training.png"  # written by `wands export`
 
 @dataclass(frozen=True)
 class LoraFile:
-    """One LoRA file in a folder that is pushed to the Hub.
+    """One LoRA file, with diffusers' keys, in a folder that is pushed to the Hub.
 
     Attributes:
-        name: path of the file in the repository. The file has diffusers' keys.
-        targets: a pair (prefix, part) for each DiT for which the file contains a LoRA. The keys of this LoRA start with
-            `prefix` and a dot, such as "transformer.". `part` is the component of the pipeline that loads these keys:
-            "transformer" or "transformer_2".
+        name: path in the repository.
+        targets: for each DiT, the prefix of its keys and the component of the pipeline that loads them.
     """
 
     name: str
@@ -44,18 +42,17 @@ class LoraFile:
 
     @property
     def location(self) -> str:
-        """Arguments of diffusers' `load_lora_weights` that select this LoRA file in its repository, as Python code."""
+        """Arguments of diffusers' `load_lora_weights` that select this file in its repository, as Python code."""
         folder, _, name = self.name.rpartition("/")
         return (f"subfolder={json.dumps(folder)}, " if folder else "") + f"weight_name={json.dumps(name)}"
 
 
 @dataclass(frozen=True)
 class FolderContents:
-    """Contents of a folder that is pushed to the Hub.
+    """Contents of a folder that is pushed to the Hub: a pipeline, or LoRAs.
 
     Attributes:
-        class_name: diffusers class of the pipeline. Empty for a folder of LoRAs.
-        loras: LoRA files. Empty for the folder of a pipeline.
+        class_name: diffusers class of the pipeline; empty for LoRAs.
         folders: names of the subfolders that belong to the pipeline or the LoRAs.
     """
 
@@ -65,9 +62,7 @@ class FolderContents:
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the (step, loss) pairs of an export record (the contents of wands_export.json). Pairs without a finite loss
-    are left out. Return [] if fewer than two pairs remain.
-    """
+    """Return the (step, loss) pairs of an export record that have a finite loss; [] if there are fewer than two."""
     points = [(step, loss) for step, loss in record.get("loss") or [] if loss is not None]
     return points if len(points) > 1 else []
 
@@ -75,17 +70,10 @@ def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
 def build_card(
     directory: Path, repo_id: str, record: Mapping[str, Any], contents: FolderContents, license_id: str
 ) -> str:
-    """Return the text of the model card of a folder that is pushed to the Hub.
+    """Return the model card of the folder `directory`: Markdown that starts with a YAML block.
 
-    Args:
-        directory: folder that is pushed. The card shows the samples in its subfolder ``samples``.
-        repo_id: repository as ``owner/name``, for the title and the loading example.
-        record: contents of wands_export.json, which `wands export` wrote. The card leaves out what the record does not contain.
-        contents: pipeline or LoRA files in the folder.
-        license_id: the Hub's identifier of the license.
-
-    Returns:
-        Markdown that starts with a YAML block. If the record has a loss curve, the card shows the image file loss.png.
+    The card shows the samples in the subfolder ``samples``, and loss.png if the record has a loss curve. It leaves out what the
+    record, the contents of wands_export.json, does not contain. `license_id` is the Hub's identifier of the license.
     """
     variant = _variant_of(record)
     parts = record.get("parts") or ()
@@ -166,11 +154,9 @@ def _fenced(text: str) -> str:
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant:
-    """Return the model variant that an export record (the contents of wands_export.json) names.
+    """Return the variant that an export record names, else the first published one of its family, such as "wan2.1-t2v".
 
-    If the name is not a published variant, return the first published variant of its family. The family is the name without
-    its last part: "wan2.1-t2v" for "wan2.1-t2v-14b". If the family has no published variant, return a text-to-video variant
-    with one DiT.
+    Without a published family, return a text-to-video variant with one DiT.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])
@@ -178,10 +164,7 @@ def _variant_of(record: Mapping[str, Any]) -> Variant:
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Return one dict for each video and image in the subfolder ``samples`` of a folder, sorted by file name.
-
-    The keys of each dict are "caption", "link" (such as "samples/a.mp4") and "is_image".
-    """
+    """Return {"caption", "link", "is_image"} for each video and image in the subfolder ``samples``, sorted by file name."""
     folder = directory / "samples"
     prompts = {row.get("file"): row.get("prompt") for row in read_sample_rows(folder / SAMPLES_FILE)}
     samples = []

@@ -23,8 +23,7 @@ from wands.model.weight_dtypes import stock_dtype
 
 COMFYUI_FILE = "comfyui.safetensors"
 DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Maps each value of the option --dtype to the dtype of the written weights. If the option is not given, its value is None,
-which is not a key."""
+"""Dtype of the written weights for each value of --dtype. Without the option, the value is None, which is not a key."""
 
 
 def write_transformer(
@@ -35,21 +34,12 @@ def write_transformer(
     max_shard_size: str,
     kept: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write one DiT as a diffusers folder, and check the folder.
+    """Write one DiT as a diffusers folder, load it with diffusers, compare every tensor with `weights`, and run a forward pass.
 
-    The check loads the folder with diffusers, compares every tensor with `weights`, and runs a forward pass.
-
-    Args:
-        weights: maps diffusers parameter names to fp32 tensors.
-        config: diffusers config of the DiT.
-        folder: folder to create.
-        dtype: dtype of the written weights. Layers that diffusers keeps in fp32 stay fp32.
-        max_shard_size: largest size of a safetensors file, such as "5GB".
-        kept: further tensors to write, which diffusers ignores.
+    Layers that diffusers keeps in fp32 stay fp32. `kept` are further tensors to write, which diffusers ignores.
 
     Raises:
-        CheckpointError: if the weights do not fit the config, the written weights differ from `weights`, or the output
-            of the forward pass is not finite.
+        CheckpointError: if the weights do not fit the config, the written weights differ, or the output is not finite.
     """
     with torch.device("meta"):
         model = WanTransformer3DModel.from_config(config)
@@ -84,12 +74,7 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
 
 
 def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Run a forward pass of a diffusers DiT with random inputs, and return the output. Every call uses the same inputs.
-
-    Args:
-        model: diffusers' `WanTransformer3DModel`.
-        dtype: dtype of the inputs.
-    """
+    """Return the output of a diffusers `WanTransformer3DModel` for random inputs, which are the same in every call."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -114,20 +99,13 @@ def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
 def write_lora(
     pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32, expert: str | None = None
 ) -> None:
-    """Write the LoRA of one DiT to two files, one with the keys of diffusers and one with the keys of ComfyUI.
+    """Write the LoRA of one DiT with the keys of diffusers and with the keys of ComfyUI, and read both files back.
 
-    Both files are read back and compared with the LoRA. The written lora_B is multiplied by the scale
-    alpha / rank, so a program that loads a file needs no alpha.
-
-    Args:
-        pairs: maps a diffusers module name to the LoRA of the module. All LoRAs have the same rank.
-        folder: folder of the two files. It is created if it does not exist.
-        dtype: dtype of the written tensors.
-        expert: "transformer" or "transformer_2" for a model with two experts. The metadata of the files names it.
+    All LoRAs in `pairs` have the same rank. The written lora_B is multiplied by the scale alpha / rank, so a program that loads a
+    file needs no alpha. `expert` is "transformer" or "transformer_2" of a model with two experts, for the metadata.
 
     Raises:
-        CheckpointError: if the LoRA contains values that are not finite, or a written file differs from the LoRA when it is
-            read back.
+        CheckpointError: if the LoRA is not finite, or a written file differs from it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank = max(len(pair.lora_A) for pair in pairs.values())

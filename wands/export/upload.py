@@ -26,16 +26,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds to wait before each new attempt of a failed request. The Hub client itself does not repeat a commit that the
-server rejected.
-"""
+"""Seconds to wait before each new attempt of a failed request. The Hub client itself does not repeat a commit that the server
+rejected."""
 FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
-"""Seconds to wait before each new attempt of the requests that a push sends before the upload. Only two new attempts are made,
-so that a wrong address of the Hub is reported soon.
-"""
+"""Seconds to wait before each new attempt of a request before the upload: only two, so that a wrong address is reported soon."""
 
 ANSWER_SECONDS = 60.0
-"""Largest time without any byte from the Hub, in each attempt. Without it, a server that never answers would hang a push."""
+"""Largest time without any byte from the Hub in one attempt. Without it, a server that never answers would hang a push."""
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
 _AGAIN = "run the same command again: files that were uploaded are not sent twice"
@@ -43,27 +40,18 @@ _AGAIN = "run the same command again: files that were uploaded are not sent twic
 
 @dataclass(frozen=True)
 class Hub:
-    """A repository on a Hub server. Errors and log messages never contain the token.
-
-    Attributes:
-        api: client of the Hub server, with the token of the user.
-        repo_id: name of the repository.
-    """
+    """A repository on a Hub server. `api` has the token of the user."""
 
     api: HfApi
     repo_id: str
 
     def call(self, action: str, request: Callable[[], T], waits: tuple[float, ...]) -> T:
-        """Send a request and return its result. If the server or the network fails, wait and send the request again.
+        """Send a request and return its result. If the server or the network fails, send it again after each time in `waits`.
 
-        Args:
-            action: description of the request for messages, such as "creating the repository".
-            request: function that sends the request.
-            waits: seconds to wait before the second attempt, before the third attempt, and so on. The number of attempts
-                is therefore len(waits) + 1.
+        `action` describes the request for messages, such as "creating the repository".
 
         Raises:
-            WandsError: if the server refuses the request, or every attempt fails.
+            WandsError: if the server refuses the request, or all len(waits) + 1 attempts fail.
         """
         # The base class belongs to the HTTP client of the installed huggingface_hub.
         network_errors = (ConnectionError, TimeoutError, HfHubHTTPError.__bases__[0])
@@ -95,7 +83,7 @@ class Hub:
         )
 
     def check_files(self, operations: Iterable[CommitOperationAdd], revision: str) -> None:
-        """Compare the files of a commit with the list. The Hub leaves out files that a `.gitignore` of the repository names.
+        """Compare the files of a commit with those on the Hub, which leaves out files that a `.gitignore` there names.
 
         Raises:
             WandsError: if a file is missing, or has another content.
@@ -114,11 +102,7 @@ class Hub:
             )
 
     def _text(self, error: BaseException, status: int | None) -> str:
-        """Return an error as one short line, such as "HTTP 404: Not Found" or "ConnectionError: Connection refused".
-
-        The line starts with the HTTP status, or with the error's class if there is no status. Stars replace the Hub's access
-        token in the message.
-        """
+        """Return an error as one line with its HTTP status or class, such as "HTTP 404: Not Found". Stars replace the token."""
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(str(self.api.token), "***")), 300)
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"
@@ -145,13 +129,7 @@ class Hub:
 def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
     """Check the name of the repository, the address of the Hub and the token. Send no request.
 
-    Args:
-        repo_id: ``owner/name`` or ``name``.
-        token: Hub token; None uses the environment variable HF_TOKEN or the token that ``hf auth login`` stored.
-        endpoint: address of the Hub; None uses the environment variable HF_ENDPOINT or the public Hub.
-
-    Returns:
-        The repository, ready for requests.
+    Without `token`, HF_TOKEN or the token of ``hf auth login`` is used; without `endpoint`, HF_ENDPOINT or the public Hub.
 
     Raises:
         WandsError: if the name, the address or the token is invalid, there is no token, or offline mode is set.
@@ -186,16 +164,9 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
 
 
 def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
-    """Create the repository and its branch on the Hub if they do not exist.
+    """Create the repository and its branch if they do not exist, and return `hub` with the full ``owner/name``.
 
-    Args:
-        hub: result of `connect`.
-        public: whether a new repository is public. An existing repository keeps its visibility. If this visibility differs
-            from `public`, a warning is logged.
-        revision: branch to commit to; None is ``main``.
-
-    Returns:
-        A copy of `hub` whose `repo_id` is the full ``owner/name``.
+    An existing repository keeps its visibility; a warning is logged if it differs from `public`. None as `revision` is ``main``.
     """
     if "/" not in hub.repo_id:
         owner = hub.call(

@@ -1,7 +1,6 @@
-"""HTML page of one or several training runs.
+"""HTML page of one or several training runs: one file that needs no network access, with SVG charts and embedded videos.
 
-The page is one file that needs no network access. Charts are inline SVG. Videos are embedded up to a total of 20 MB. The
-template `page.html` decides which values of a run (see `read_run`) each chart shows.
+The template `page.html` decides which values of a run (see `read_run`) each chart shows.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from wands.texts import format_seconds, safe_lines, without_paths
 _log = logging.getLogger(__name__)
 PAGE_NAME = "report.html"
 MAX_POINTS = 600
-"""Largest number of points that a curve in the page has. `extremes` chooses the points of longer curves."""
+"""Largest number of points of a curve. `extremes` chooses the points of longer curves."""
 MAX_VIDEO_BYTES = 20_000_000
-"""Largest total size of the videos that are embedded in the page as base64, in bytes. The page links to the other videos."""
+"""Largest total size of the embedded videos as base64, in bytes. The page links to the other videos."""
 MAX_COLUMNS = 8
-"""Largest number of training steps in the table of sample videos. The table has one column per step."""
+"""Largest number of training steps, one per column, in the table of sample videos."""
 
 
 def report(options: ReportOptions) -> Path:
-    """Run `wands report`: write the page of a run, or a page that compares runs. Return the path of the page.
+    """Run `wands report`: write the page of a run, or a page that compares runs, and return its path.
 
     Raises:
         ConfigError: if a folder is not a run folder.
@@ -71,7 +70,7 @@ def report(options: ReportOptions) -> Path:
 
 
 def write_report(run_folder: Path) -> None:
-    """Write `report.html` into a run folder. A failure is logged as a warning and never raises an error.
+    """Write `report.html` into a run folder. A failure is only logged as a warning.
 
     Rank 0 calls this function after each evaluation, after sample videos are made, and when the training ends or stops.
     """
@@ -83,19 +82,16 @@ def write_report(run_folder: Path) -> None:
 
 
 def render(folder: Path, template: str, **values: Any) -> str:
-    """Render a Jinja template, and return the HTML text. Values are HTML-escaped; secrets and user names are removed.
+    """Render a Jinja template with the variables `values`. They are HTML-escaped; secrets and user names are removed.
 
-    Args:
-        folder: folder of the template. The template may include template files of this module's folder.
-        template: file name of the Jinja template.
-        values: variables of the template.
+    The template is in `folder`, and may include templates of this module's folder.
     """
     return _template(folder, template).render(number="{:,}".format, **values)
 
 
 @cache
 def _template(folder: Path, name: str) -> jinja2.Template:
-    """Return a Jinja template. A training run renders its page many times, and compiling takes longer than rendering."""
+    """Return a cached template: a run renders its page many times, and compiling takes longer than rendering."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
@@ -109,12 +105,9 @@ def _template(folder: Path, name: str) -> jinja2.Template:
 
 
 def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
-    """Return the HTML text of the page of one run, or of a page that compares runs.
+    """Return the HTML page of the given results of `read_run`. It links only to videos inside `folder`, where it will be.
 
-    Args:
-        runs: results of `read_run`. Each result may also have the key `thumbnails`, which maps the sample id of a training clip
-            (the clip's name in events.jsonl) to an image (WebP in base64).
-        folder: folder of the page. The page links only to videos inside this folder.
+    A result may also have the key `thumbnails`: a WebP image in base64 for each sample id in events.jsonl.
     """
     return render(
         Path(__file__).parent,
@@ -133,22 +126,15 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
 
 def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
-    """Compute the coordinates and labels of an SVG chart of 1000 x 300 units, for the template of the page.
+    """Compute the coordinates and labels of an SVG chart of 1000 x 300 units; None if no curve has a finite y.
 
     Args:
-        curves: (name, CSS classes, x, y) of each curve, or (name, CSS classes, x, y, low, high) for a curve with a band from
-            `low` to `high`. x, y, low and high are sequences of numbers. Points whose y is not finite are left out. A curve
-            with the CSS class "clipped" may leave the chart: the y axis ignores the lowest 2 % and the highest 2 % of
-            this curve's values.
+        curves: (name, CSS classes, x, y) or, with a band, (name, CSS classes, x, y, low, high) of each curve. For a curve with
+            the class "clipped", the y axis ignores the lowest and the highest 2 % of the values.
 
     Returns:
-        None if no curve has a finite value. Otherwise a dict with these keys:
-        "start", "end": smallest and largest x of all curves.
-        "steps": values of x to label on the x axis.
-        "ticks": values of y to label on the y axis.
-        "lines": (name, CSS classes, points, outline, x texts, y texts) of each curve. `points` are the SVG points of the
-            curve. `outline` are the SVG points around the curve's band; "" if the curve has no band. `x texts` and `y texts`
-            are the values of x and y at the points of the curve, separated by spaces.
+        "start" and "end" (range of x), "steps" and "ticks" (labels of the x and the y axis), and "lines": (name, CSS classes, SVG
+            points, SVG outline of the band or "", x texts, y texts) of each curve. The texts are the values at the points.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -183,21 +169,11 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 
 
 def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Return the contents of the table of sample videos of each run.
+    """Return the table of sample videos of each run. Videos are embedded up to `MAX_VIDEO_BYTES`, those of the last step first.
 
-    Videos are embedded in the page until their sizes add up to `MAX_VIDEO_BYTES`. The videos of the last step come first.
-
-    Args:
-        runs: results of `read_run`.
-        folder: folder of the page. A video that is not embedded is linked if it is inside this folder.
-
-    Returns:
-        For each run, a dict with these keys:
-        "steps": training steps, one for each column of the table.
-        "prompts": maps the number of each prompt to its text.
-        "cells": maps (number of the prompt, step, weights) to a row (dict) of samples.jsonl. `weights` is "raw" for the trained
-            weights or "ema" for their moving average. Two keys are added to the row: "image" (thumbnail as a data URI, or None)
-            and "link" (URI of the video, or "" if the page cannot show the video).
+    A table has "steps", its columns; "prompts", the text of each prompt number; and "cells", which maps (prompt number, step,
+    weights) to the row of samples.jsonl with an "image" (data URI or None) and a "link" (URI of the video, or "" if it is neither
+    embedded nor inside `folder`).
     """
     grids = []
     left = MAX_VIDEO_BYTES
@@ -224,15 +200,10 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
 
 
 def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
-    """Return the first frame of at most 24 clips: the clips of the latest bad updates and spikes in `events.jsonl`.
+    """Return the first frame, as WebP in base64, of at most 24 clips of the latest bad updates and spikes, by sample id.
 
-    A bad update or a spike is a step with an unusual loss or gradient norm (see `train.on_bad_step`).
-
-    A clip is left out if its video file, or the cache that contains the clip, is not on this machine or cannot be read. A
-    damaged file may crash or hang the decoder, so the files are decoded in a subprocess.
-
-    Returns:
-        A dict that maps the sample id of a clip (the clip's name in `events.jsonl`) to a WebP file in base64.
+    Clips that are not on this machine or cannot be read are left out. A damaged file may crash or hang the decoder, so the files
+    are decoded in a subprocess.
     """
     from wands.data.cache.reader import LatentCache  # imports torch, which `wands check` does not need
 

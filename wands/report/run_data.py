@@ -26,34 +26,29 @@ STRIP_SIZE = (256, 144)
 """Width and height of the images in `sample_strips`, in pixels."""
 IMAGE_KINDS = {".webp": "image/webp", ".png": "image/png", ".jpg": "image/jpeg"}
 VIDEO_KINDS = {".mp4": "video/mp4"}
-"""Map the suffixes of the images and videos that are shown to their media types."""
+"""Media types of the images and videos that are shown, by suffix."""
 _STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "running", "restart": "running"}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return the content of a run folder as a dict with fixed keys.
-
-    The run may still be running: files may be missing in the folder, keys may be missing in the rows (JSON objects) of a
-    file, and the last row may be cut.
+    """Return the content of a run folder, whose run may continue: files, keys of rows and the end of the last row may be missing.
 
     Returns:
         A dict with these keys, where N is the number of rows of metrics.jsonl:
         `folder`, `name`: the run folder and its name.
         `recipe`: the resolved recipe, {} if it cannot be read.
-        `changes`: maps each recipe key with a changed value to the pair (value, default).
-        `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys whose value is null.
+        `changes`: (value, default) of each recipe key with a changed value.
+        `metrics`, `events`, `samples`: rows of these `.jsonl` files, without keys whose value is null.
         `steps`: step of each row of `metrics`, int64 [N].
-        `loss_mean`: running mean of the loss over `window` steps, float64 [N]. Steps with a skipped update do not count in
-            the mean.
+        `loss_mean`: running mean of the loss over `window` steps, float64 [N]. Steps with a skipped update do not count.
         `window`: number of steps in the running mean.
-        `loss_by_sigma`: mean loss of each step in ten intervals of the noise level sigma, float64 [N, 10]. The intervals are 0
-            to 0.1, 0.1 to 0.2 and so on. NaN if a step has no noise level in an interval.
-        `evaluations`: maps "raw" (the trained weights) and "ema" (their moving average) to their rows of evaluations.jsonl.
-        `start`: last row of `events` whose event is "start" or "restart"; {"step": 0} without such a row.
+        `loss_by_sigma`: mean loss of each step in ten equal intervals of sigma, float64 [N, 10], NaN without a sigma there.
+        `evaluations`: rows of evaluations.jsonl of the "raw" and of the "ema" weights.
+        `start`: last row of `events` with the event "start" or "restart"; {"step": 0} without such a row.
         `state`: running, finished, stopped, failed, or silent (no step for a long time).
         `step`: number of training steps that the run has made.
-        `total_steps`: number of steps of the whole run; None if it is unknown.
-        `eta_seconds`: expected seconds until the run ends; None if the run is not running.
+        `total_steps`: number of steps of the whole run; None if unknown.
+        `eta_seconds`: expected seconds until the run ends; None if it is not running.
         `device_hours`: seconds of all steps x number of ranks / 3600.
     """
     recipe = _read_recipe(folder / "recipe.yaml")
@@ -139,17 +134,9 @@ def column(rows: Iterable[Mapping[str, Any]], key: str) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the running mean over `window` values.
+    """Return the running mean over `window` values, float64, with NaN for a window without a finite value.
 
-    Each element of the result is the mean of the value at the same index and of the `window` - 1 values before this value. At
-    the start, there are fewer values to average. Values that are not finite are left out.
-
-    Args:
-        values: one-dimensional float array.
-        window: number of values to average, at least 1.
-
-    Returns:
-        float64 array of the length of `values`, with NaN where the window contains no finite value.
+    A window ends at the value with the same index, and is shorter at the start. Values that are not finite are left out.
     """
     assert window > 0, window
     finite = np.isfinite(values)
@@ -160,26 +147,21 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothing_window(num_values: int) -> int:
-    """Return the window (number of averaged values) for `smooth`: a twentieth of `num_values`, at least 1, at most 200."""
+    """Return the window for `smooth`: a twentieth of `num_values`, at least 1, at most 200."""
     return max(1, min(200, num_values // 20))
 
 
 def thin(items: Sequence[T], most: int = 2000) -> list[T]:
-    """Return at most `most` items. A longer sequence is reduced to evenly spaced items, including the first and the last item."""
+    """Return at most `most` evenly spaced items of a sequence, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Choose at most `most` points of a curve so that its spikes remain visible, and return their indices in ascending order.
+    """Return the ascending indices of at most `most` (at least 4) points of a finite curve, so that its spikes remain visible.
 
-    A curve of at most `most` points keeps all points. A longer curve is divided into sections. The chosen points are the lowest
-    and the highest point of each section, and the first and the last point of the curve.
-
-    Args:
-        values: finite values of the curve, a one-dimensional float array.
-        most: largest number of indices, at least 4.
+    A longer curve is divided into sections, and keeps the lowest and highest point of each, and its first and last point.
     """
     if len(values) <= most:
         return np.arange(len(values))
@@ -189,15 +171,9 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def find_file(folder: Path, name: object, kinds: Mapping[str, str]) -> Path | None:
-    """Return the file of a run folder that a row of samples.jsonl names, to show or to publish it.
+    """Return the path of a run's file that a row of samples.jsonl names.
 
-    Args:
-        folder: run folder.
-        name: path of the file in the run folder.
-        kinds: maps the allowed suffixes to media types.
-
-    Returns:
-        The resolved path; None if the file is missing, is outside the run folder, or is of another kind.
+    Return None if the file is missing, is outside the run folder, or has a suffix that is not in `kinds`.
     """
     root = folder.resolve()
     with suppress(OSError, ValueError):  # such as a name that is too long
@@ -208,17 +184,10 @@ def find_file(folder: Path, name: object, kinds: Mapping[str, str]) -> Path | No
 
 
 def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
-    """Return the frames for the model card: for each prompt, the middle frame of each of its sample videos.
+    """Return the frames for the model card: for each prompt, the middle frame of its sample videos up to step `last_step`.
 
-    Args:
-        run: result of `read_run`.
-        weights: "raw" for videos of the trained weights, "ema" for videos of their moving average. The videos of step 0 are
-            always included.
-        last_step: videos of later steps are left out.
-
-    Returns:
-        A dict that maps a title, such as "a cat (steps 0, 100)", to the frames of these steps, uint8 [number of steps, rows,
-        columns, 3]. {} if the run has no sample videos.
+    `weights` is "raw" or "ema"; the videos of step 0 are always raw. A title, such as "a cat (steps 0, 100)", maps to uint8
+    [steps, rows, columns, 3].
     """
     strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for row in run["samples"]:
@@ -233,13 +202,9 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
 
 
 def is_learning(run: Mapping[str, Any]) -> list[str]:
-    """Return one to three texts that say whether a run learns.
+    """Return one to three texts that say whether a run learns, from the change of the held-out loss since step 0.
 
-    The answer depends on the change of the loss on held-out clips since step 0. If this change is unknown, the result is
-    one text with the reason. If the gradient of every step is 0, the result is one text that says "No".
-
-    Args:
-        run: result of `read_run`.
+    If this change is unknown, the text gives the reason. If the gradient of every step is 0, the text says "No".
     """
     evaluations = run["evaluations"]["raw"]
     grad_norms = column(run["metrics"], "grad_norm")

@@ -1,8 +1,7 @@
-"""The command `wands check`: predict the samples that `wands preprocess` will write for each clip of a source (such as a folder).
+"""The command `wands check`: predict the samples that `wands preprocess` will write, and report problems of the clips.
 
-The command also reports problems of the clips. It needs no model. `wands check` and `wands preprocess` decode with the same
-function, so that both accept the same clips. Decoding runs in subprocesses. If the decoder of a clip crashes or exceeds
-the time limit, the clip is rejected and the check continues.
+It needs no model. Both commands decode with the same function, so they accept the same clips. Decoding runs in subprocesses: a
+clip that crashes its decoder or exceeds the time limit is rejected, and the check continues.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from wands.preprocess.progress import progress
 from wands.variants import TEXT_LEN, VARIANTS, Variant, variant_of
 
 SAMPLE_OVERHEAD = 1250
-"""Bytes of HDF5 groups and attributes that a shard contains for each sample, without its arrays, caption and path. Measured."""
+"""Bytes of HDF5 groups and attributes in a shard for each sample, without its arrays, caption and path. Measured."""
 PATH_COPIES = 3
 """Bytes that each character of a clip's path adds to a sample. HDF5 rounds the size of an attribute up. Measured."""
 ARRAY_OVERHEAD = 300
@@ -55,7 +54,7 @@ ARRAY_OVERHEAD = 300
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
 """FFmpeg filter that converts HDR video to SDR video. The VAE was trained on SDR video."""
 TEXT_COLUMNS = ("duplicate_of", "license", "source")
-"""Names of the text columns that a report contains, in addition to all numeric columns of the source."""
+"""Text columns in a report, in addition to all numeric columns of the source."""
 SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
@@ -96,14 +95,11 @@ def check(
     max_clips: int | None = None,
     conditions: Sequence[Condition] = (),
 ) -> CheckReport:
-    """Decode the clips of a source (such as a folder), and report each clip's samples and warnings, or its rejection reason.
-
-    `wands preprocess` with equal options decodes the clips in the same way. Thumbnails are made only for --html.
+    """Decode the clips of a source as `wands preprocess` does, and report their samples and warnings, or rejection reasons.
 
     Args:
-        options: options of the command; they name the source.
-        variant: model variant. None reads the variant from the pipeline `options.model`. If `options.model` is None, too, the
-            variant is Wan 2.1 text-to-video.
+        options: options of the command. Thumbnails are made only for --html.
+        variant: None reads it from the pipeline `options.model`, and without one uses Wan 2.1 text-to-video.
         max_clips: largest number of clips to decode, spread evenly over the source; None decodes all clips.
         conditions: conditions of outside code, in addition to those of `--import`. They are not used if `variant` is given.
 
@@ -196,17 +192,9 @@ _Task = tuple[Path, *tuple[Any, ...]]
 
 
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
-    """Decode a clip, and return its samples and warnings. The result of a rejected clip contains the reason.
+    """Decode a clip, and return its samples and warnings, or the reason for its rejection.
 
-    The fields `key` and `caption` of the returned `CheckedClip` are empty, and `check` fills them later. Each of its samples also
-    has a key, which is only a suffix such as "#0001", until `check` puts the clip's key in front.
-
-    Args:
-        spec: frame rate, size and length of the samples.
-        variant: model variant.
-        thumbnails: whether to make a thumbnail of the clip.
-        task: tuple (path, start, end, crop, files), with the last four values from `ClipRecord.part`. A tuple (path,) selects
-            the whole file.
+    `check` later fills its `key` and `caption`, and prepends the key to those of its samples, which are suffixes such as "#0001".
     """
     file_path, *part = task
     path = str(file_path)
@@ -289,16 +277,9 @@ def _decode_all(
     num_workers: int | None,
     initialize: Callable[[], object] | None,
 ) -> list[CheckedClip]:
-    """Decode clips in worker processes, and return one result for each task (clip to decode), in the order of `tasks`.
+    """Decode clips in worker processes, and return one result for each task, an empty clip for None.
 
-    A clip with several captions has several equal tasks. Equal tasks are decoded only once.
-
-    Args:
-        decode: function that decodes the clip of a task.
-        tasks: clips to decode; None for an entry of the source that was rejected and has no clip file. The result for None is an
-            empty `CheckedClip`.
-        num_workers: number of worker processes; None starts one process per CPU core.
-        initialize: function that each worker process calls at its start.
+    Equal tasks, such as those of a clip with several captions, are decoded once. Each worker calls `initialize` at its start.
     """
     distinct = list(dict.fromkeys(filter(None, tasks)))
     findings: dict[_Task | None, CheckedClip] = {None: CheckedClip("", "")}
@@ -328,7 +309,7 @@ def _is_clip(path: str) -> bool:
 
 
 class FrameWarnings:
-    """Detector of hard cuts, images that do not change, and black borders in the windows (ranges of frames) of one clip."""
+    """Detector of hard cuts, images that do not change, and black borders in the windows of one clip."""
 
     def __init__(self) -> None:
         self._cuts = list[str]()
@@ -336,12 +317,9 @@ class FrameWarnings:
         self._brightest = np.zeros((1, 1), np.uint8)
 
     def add(self, frames: np.ndarray, start_seconds: float, fps: float) -> None:
-        """Examine a window (range of frames) of the clip. All windows must have the same frame size.
+        """Examine a window of the clip. All windows must have the same frame size.
 
-        Args:
-            frames: uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
-            start_seconds: time of the first frame in the clip's file.
-            fps: frames per second.
+        `frames` is uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
         """
         count, height, width, _ = frames.shape
         self._brightest = np.maximum(self._brightest, frames.max(0).max(2))
@@ -363,7 +341,7 @@ class FrameWarnings:
                 self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
 
     def texts(self) -> list[str]:
-        """Return one warning for each kind of problem in the examined windows (ranges of frames), or an empty list."""
+        """Return one warning for each kind of problem in the examined windows."""
         borders = []
         for side, axis in (("height", 1), ("width", 0)):
             dark = self._brightest.max(axis) <= BORDER_VALUE
@@ -380,14 +358,10 @@ class FrameWarnings:
 
 
 def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
-    """Return warnings about unusual properties of a decoded file, for example a variable frame rate.
+    """Return warnings about unusual properties of a decoded file, such as a variable frame rate.
 
-    Args:
-        path: the file.
-        clip: the last decoded window (range of frames) of the file. `clip.variable_fps` and `clip.interlaced`
-            describe all frames that were read from the file.
-        longest: number of frames of the longest sample from the file.
-        spec: frame rate, size and length of the samples.
+    `clip` is its last window, whose `variable_fps` and `interlaced` describe all frames. `longest` is the number of frames of the
+    longest sample.
     """
     source = clip.source
     is_image = path.lower().endswith(IMAGE_EXTENSIONS)
@@ -419,14 +393,10 @@ def _describe_turn(source: VideoInfo) -> str:
 
 
 def _added_cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
-    """Estimate the number of bytes that the samples of a clip add to the cache of `wands preprocess`.
+    """Estimate the bytes that the samples of a clip add to the cache of `wands preprocess`.
 
-    Samples with the same frames share their latents, which are counted only once.
-
-    Args:
-        clip: the clip with its caption.
-        variant: model variant.
-        stored: hashes of the frames of all samples that were counted before. The function adds the hashes of this clip's samples.
+    Samples with the same frames share their latents. `stored` has the hashes of all frames that were counted before; those of
+    this clip are added.
     """
     specs = [spec for spec in arrays_of(variant) if not spec.optional]
     patch_size = variant.dit.patch_size
@@ -463,14 +433,7 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
 
 
 def _token_counter(model: str | None) -> Callable[[str], int]:
-    """Return a function that counts the text tokens of a cleaned caption.
-
-    Args:
-        model: pipeline folder or Hub id with the tokenizer. None returns a function that estimates the number.
-
-    Raises:
-        ConfigError: if the tokenizer cannot be loaded.
-    """
+    """Return a function that counts the text tokens of a cleaned caption, or estimates them without a model."""
     if model is None:
         return estimate_tokens
     from transformers import AutoTokenizer

@@ -1,7 +1,4 @@
-"""Result of `wands check`, as text for terminals, JSON for programs, and an HTML page for browsers.
-
-The page is one file that needs no network access. The browser sorts and filters the clips.
-"""
+"""Result of `wands check`, as text for terminals, JSON for programs, and an HTML page, one file without network access."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ VERDICTS = ("rejected", "warned", "fine")
 NUM_BARS = 30
 """Number of bars of the histogram of a column."""
 MAX_ROWS = 5000
-"""Largest number of clips on the HTML page. Rejected clips are first, then clips with warnings.
-
-The JSON file of --json contains all clips.
-"""
+"""Largest number of clips on the HTML page. Rejected clips are first, then clips with warnings. --json contains all clips."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +36,9 @@ class CheckedSample:
     """One sample that `wands preprocess` will write.
 
     Attributes:
-        key: key of the sample in the cache.
-        start_seconds: time of the sample's first frame, in seconds from the start of the clip's file.
-        num_frames: number of frames: 1 + k * temporal stride of the VAE, for an integer k >= 0.
-        height: height of a frame in pixels.
-        width: width of a frame in pixels.
-        num_tokens: number of video tokens.
+        key: key in the cache.
+        start_seconds: time of the first frame, from the start of the clip's file.
+        num_frames: 1 + k * temporal stride of the VAE, for an integer k >= 0.
     """
 
     key: str
@@ -60,26 +51,20 @@ class CheckedSample:
 
 @dataclass
 class CheckedClip:
-    """One clip with one caption, and what `wands check` found.
+    """One clip with one caption, and the findings of `wands check`.
 
     Attributes:
-        key: clip key (path without extension, and suffixes for the time range and the caption).
-        path: path of the video or image file.
-        caption: cleaned caption, or the start of a very long caption; empty for a clip without a caption.
-        text_tokens: number of text tokens of the whole caption, including the end token. Without a tokenizer the number is
-            estimated.
-        source: properties of the video or image file; None if the file cannot be read or was not decoded.
-        samples: samples of the clip, one for each time range and size. A rejected clip may have samples that were decoded
-            before the error.
-        digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
-        footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
-            samples would use with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few
-            frames at the end stay unused. Three zeros for an image and for a clip that cannot be decoded.
-        columns: maps a column name to the clip's value in the table of clips. Values of numeric columns are numbers. Values
-            of the columns "duplicate_of", "license" and "source" are texts. Other columns and empty cells are left out.
-        warnings: unusual properties of the clip and their consequences.
-        reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
-        thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
+        key: path without extension, with suffixes for the time range and the caption.
+        caption: cleaned caption, or the start of a very long one.
+        text_tokens: tokens of the whole caption with the end token, estimated without a tokenizer.
+        source: None if the file cannot be read or was not decoded.
+        samples: one for each time range and size. A rejected clip may have samples from before the error.
+        digests: digest of the frames of each sample. Clips with equal digests are duplicates.
+        footage: seconds of the clip that the samples use, of the whole clip, and that samples of --clip-mode slide would use.
+            Zeros for an image and for a clip that cannot be decoded.
+        columns: numbers of all numeric columns of the table of clips, and texts of `TEXT_COLUMNS`.
+        reason: reason for the rejection, and the fix; empty for an accepted clip.
+        thumbnail: JPEG of the middle frame of the first sample, or empty.
     """
 
     key: str
@@ -97,22 +82,18 @@ class CheckedClip:
 
     @property
     def verdict(self) -> Literal["rejected", "warned", "fine"]:
-        """Verdict on the clip: "rejected" if the clip has a rejection reason, else "warned" if it has warnings, else
-        "fine".
-        """
+        """Verdict: "rejected" with a reason, else "warned" with a warning, else "fine"."""
         return "rejected" if self.reason else "warned" if self.warnings else "fine"
 
 
 @dataclass(frozen=True)
 class PackingForecast:
-    """Prediction of how the samples fill bins (packed sequences) in training.
+    """Prediction of the bins that the samples fill in training.
 
     Attributes:
         max_tokens: capacity of a bin in video tokens.
-        bins_per_step: number of bins in one optimizer step.
-        fill: tokens of the samples divided by the capacity of the bins, from 0 to 1.
-        steps_per_epoch: number of optimizer steps in one epoch.
-        problem: reason why the samples cannot be packed into bins; empty if they can be packed.
+        fill: tokens of the samples / capacity of the bins.
+        problem: reason why the samples cannot be packed, or empty.
     """
 
     max_tokens: int
@@ -127,20 +108,16 @@ class CheckReport:
     """Result of `wands check`.
 
     Attributes:
-        source: the argument SOURCE of `wands check`, as the user wrote it.
         variant: name of the model variant whose VAE strides and frame rate were used.
-        spec: frame rate, size and length of the samples.
-        clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
-        exact_text: whether the model's tokenizer counted the caption tokens. If false, the token counts are estimates.
-        cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
-        packing: prediction of the bins (packed sequences) in training; None if there is no sample.
+        clips: sorted by verdict, most severe first, and key.
+        exact_text: whether the model's tokenizer counted the caption tokens; otherwise they are estimates.
+        cache_bytes: expected size of the shards that `wands preprocess` will write.
+        packing: None if there is no sample.
         seconds: duration of the check.
-        num_skipped: number of clips of the source that were not decoded, because `check` was called with `max_clips`.
-        columns: maps the name of each numeric column of the source's table to the sorted numbers in this column.
-        thresholds: (column, number) for each comparison of a column with a number in --where, such as ("motion", 0.2).
-            Comparisons inside `or` and `not` are left out.
-        notes: messages for the user: the number of clips with a mask and, if the source is a dataset configuration of another
-            trainer, the settings that are not applied.
+        num_skipped: clips that were not decoded because of `max_clips`.
+        columns: the sorted numbers of each numeric column of the source's table.
+        thresholds: (column, number) for each comparison in --where, such as ("motion", 0.2), except inside `or` and `not`.
+        notes: messages about masks and about settings of another trainer's configuration that are not applied.
     """
 
     source: str
@@ -167,7 +144,7 @@ class CheckReport:
         return np.array([sample.num_tokens for sample in self.samples], np.int64)
 
     def problems(self) -> list[tuple[str, int]]:
-        """Return a pair (problem, number of clips) for each kind of problem. The most frequent problem is first.
+        """Return (problem, number of clips), the most frequent first.
 
         A problem is a warning or the reason of a rejection, without the numbers and names that differ between clips.
         """
@@ -175,10 +152,7 @@ class CheckReport:
         return count_problems(texts)
 
     def totals(self) -> dict[str, Any]:
-        """Return a dictionary of totals. "clips", "fine" (no warning), "warned" and "rejected" are numbers of clips. "samples",
-        "frames", "seconds_of_video" and "tokens" are totals of the samples. "footage" is the result of `footage()` (seconds of
-        source video). "cache_bytes" is the expected size of the shards.
-        """
+        """Return the numbers of clips by verdict, totals of the samples, `footage()`, and the expected bytes of the cache."""
         verdicts = Counter[str](clip.verdict for clip in self.clips)
         frames = sum(sample.num_frames for sample in self.samples)
         return {
@@ -193,24 +167,19 @@ class CheckReport:
         }
 
     def footage(self) -> list[float]:
-        """Return three sums over the accepted clips, in seconds: the video that the samples use, the whole clips, and the video
-        that the samples would use with --clip-mode slide (consecutive samples that fill the clip). A clip with several
-        captions counts once.
-        """
+        """Return the sums of the `footage` of the accepted clips, in seconds. A clip with several captions counts once."""
         seconds = {(clip.path, clip.digests): clip.footage for clip in self.clips if not clip.reason}
         return np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
 
     def column_texts(self) -> dict[str, str]:
-        """Return a dictionary that maps the name of each numeric column of the source's table to a text. The text contains the
-        column's minimum, median and maximum, and the number of clips that have a number in this column.
-        """
+        """Return minimum, median, maximum and number of values of each numeric column as text."""
         return {
             name: f"min {row[0]:.4g}, median {row[len(row) // 2]:.4g}, max {row[-1]:.4g}; {len(row):,} clips"
             for name, row in self.columns.items()
         }
 
     def to_json(self) -> str:
-        """Return the report as JSON. Thumbnails are left out."""
+        """Return the report as JSON, without thumbnails."""
         clips = [{"verdict": clip.verdict} | asdict(clip) for clip in self.clips]
         for row in clips:
             del row["thumbnail"], row["digests"]
@@ -227,11 +196,7 @@ class CheckReport:
         return json.dumps(value, indent=1, default=str)  # a pixel aspect ratio is a Fraction
 
     def render(self, width: int | None = None) -> str:
-        """Return the report as text for the terminal.
-
-        Args:
-            width: number of characters in a line. None uses the width of the terminal, or 130 without a terminal.
-        """
+        """Return the report as text for the terminal, with lines of `width` characters (default: the terminal's, or 130)."""
         # the table contains colors
         table = _clip_table(self.clips[:SHOWN_CLIPS], width)
         lines = [""]
@@ -265,9 +230,7 @@ class CheckReport:
         return table + safe_lines("\n".join(lines))
 
     def packing_text(self) -> str:
-        """Return a text about the bins (packed sequences) of a training epoch: how full the bins are, and the number of
-        steps. If the samples cannot be packed, return the reason.
-        """
+        """Return a text about the bins and steps of a training epoch, or the reason why the samples cannot be packed."""
         plan = self.packing
         if plan is None or plan.problem:
             return plan.problem if plan else "no sample"
@@ -276,9 +239,9 @@ class CheckReport:
 
 
 def describe_source(clip: CheckedClip) -> str:
-    """Return frame size, frame rate, duration, number of frames and codec of a clip's file as text.
+    """Return frame size, frame rate, duration, number of frames and codec of a clip's file as text; "" if they are unknown.
 
-    The text of an image contains only its size and codec. The text is empty if the properties of the file are unknown.
+    The text of an image contains only its size and codec.
     """
     info = clip.source
     if info is None:
@@ -290,11 +253,7 @@ def describe_source(clip: CheckedClip) -> str:
 
 
 def describe_samples(clip: CheckedClip) -> str:
-    """Return a text about a clip's samples: their number, their total frames and tokens, and the size of the first
-    sample.
-
-    Return an empty text if the clip has no samples.
-    """
+    """Return the number of a clip's samples, their total frames and tokens, and the size of the first as text, or ""."""
     if not clip.samples:
         return ""
     first = clip.samples[0]
@@ -333,16 +292,7 @@ def _clip_table(clips: Sequence[CheckedClip], width: int | None) -> str:
 
 
 def save_report(report: CheckReport, json_path: Path | None = None, html_path: Path | None = None) -> None:
-    """Write the report to files. An interrupted write leaves no partial file.
-
-    Args:
-        report: result of `check`.
-        json_path: file for the report as JSON; None writes no JSON file.
-        html_path: file for the report as an HTML page; None writes no HTML file.
-
-    Raises:
-        WandsError: if a file cannot be written.
-    """
+    """Write the report to the given paths, atomically. Raise WandsError if a file cannot be written."""
     if json_path is not None:
         write_text(json_path, report.to_json())
     if html_path is not None:
@@ -350,10 +300,7 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 
 
 def render_check_page(report: CheckReport) -> str:
-    """Return the text of an HTML page with the report and its thumbnails.
-
-    File names and captions are escaped, so that they cannot contain HTML. User names are removed from paths of home folders.
-    """
+    """Return an HTML page with the report and its thumbnails. Values are escaped, and paths have no user names."""
     from markupsafe import Markup
     from rich import filesize
 
@@ -383,13 +330,9 @@ def render_check_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the histogram of the numeric column `name` of the source's table, and marks for its thresholds.
+    """Return (heights of the bars from 0 to 1, positions of the thresholds) of a numeric column.
 
-    A threshold is a number with which --where compares the column.
-
-    Returns:
-        (heights, positions). heights: height of each bar, from 0 to 1. positions: horizontal position of each threshold of
-        the column, in bar widths from the left edge, from 0 to `NUM_BARS`; empty if the column has no threshold.
+    A threshold is a number with which --where compares the column; its position is from 0 to `NUM_BARS`.
     """
     values = report.columns[name]
     marks = [number for column, number in report.thresholds if column == name]

@@ -34,18 +34,17 @@ from wands.variants import VARIANTS
 FILES = ("recipe.yaml", "commands.sh", "deepspeed.json", "prompts.jsonl")
 """Names of the files that the command writes. The first two have a template in this folder."""
 MAX_CLIPS = 500
-"""Largest number of clips that are decoded. The other clips are assumed to be similar."""
+"""Largest number of clips that are decoded. The others are assumed to be similar."""
 CLIPS_PER_STEP = 8
-"""Mean number of clips in an optimizer step. A step has fewer clips if the data has fewer clips. A step has more clips if
-there are many GPUs, because each data-parallel rank gets at least one bin (packed sequence)."""
+"""Mean number of clips in an optimizer step: fewer if the data has fewer clips, more with many GPUs, because each data-parallel
+rank gets at least one bin."""
 MIN_PASSES = 4
 USUAL_STEPS = 1500
 MAX_PASSES = 300
 """Length of a run: `USUAL_STEPS` steps, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the samples."""
 MAX_HOURS = 12
-"""Largest predicted time of a run in hours, even if the run then makes fewer than `MIN_PASSES` passes over the samples. The user
-can resume the run with more steps.
-"""
+"""Largest predicted time of a run in hours, even if it then makes fewer than `MIN_PASSES` passes over the samples. The user can
+resume the run with more steps."""
 MIN_SAMPLES = 20
 """Smallest number of samples for which a tenth of the clips is held out."""
 TEXT_ENCODER = 13.4
@@ -55,11 +54,7 @@ TEXT_ENCODER = 13.4
 def init(options: InitOptions) -> str:
     """Decode the clips of a source, choose the fastest settings that fit a machine, and write a recipe and commands.
 
-    Args:
-        options: options of the command; they name the source (such as a folder of clips) and the machine.
-
-    Returns:
-        The commands to run, with comments: the contents of `commands.sh`.
+    Return the contents of `commands.sh`: the commands to run, with comments.
 
     Raises:
         ConfigError: if files would be replaced, the machine is unknown, or no settings fit the machine.
@@ -150,9 +145,7 @@ def _to_yaml(value: Any) -> str:
 
 
 def _describe_machine(options: InitOptions) -> PlanOptions:
-    """Return options of `wands plan` that describe the GPUs of `options`. If `options` describes no GPU, describe the GPUs of
-    this machine.
-    """
+    """Return options of `wands plan` for the GPUs of `options`, or else of this machine."""
     count = torch.cuda.device_count()
     hardware = options.hardware
     memory = options.gpu_memory
@@ -171,12 +164,7 @@ def _describe_machine(options: InitOptions) -> PlanOptions:
 
 
 def _flags(options: dict[str, Any]) -> Iterator[str]:
-    """Yield the command-line flags that set options.
-
-    Args:
-        options: maps the field name of an option to its value. If a value is a tuple, each item of the tuple gives a flag. The
-            field `source` is skipped, because it has no flag.
-    """
+    """Yield the command-line flags that set options, one for each item of a tuple. `source` has no flag."""
     for name, value in options.items():
         for item in (value if isinstance(value, tuple) else (value,)) if name != "source" else ():
             yield f"--{name.replace('_', '-')}" + ("" if item is True else f"={item or 0}")
