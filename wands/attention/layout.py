@@ -1,12 +1,9 @@
-"""Assign the tokens of a bin (packed samples) to the ranks of a context-parallel group. The module uses no process groups.
+"""Assign the tokens of a bin to the ranks of a context-parallel group. No process groups are used.
 
-A bin is the list of samples that are packed into one sequence for one forward pass. The bin is split twice. First, the
-ring splits every sample into `ring_degree` chunks, and ring row r holds chunk r of each sample. All ring rows then have
-nearly equal numbers of tokens *and* of (query, key) pairs. A split of the whole bin into equal parts would not balance
-the pairs. Second, Ulysses splits each ring row into `ulysses_degree` equal slices. The all-to-all of Ulysses joins the
-slices in the order of the ranks, which is the order of the tokens in the ring row. So an attention kernel gets a whole
-ring row, and the chunk lengths are the lengths of the samples in this row. Padding is added only at the end of a ring
-row, so that all ring rows have the same length.
+First, the ring splits every sample into `ring_degree` chunks, and ring row r holds chunk r of each. All rows then have nearly
+equal numbers of tokens *and* of (query, key) pairs; equal parts of the whole bin would not balance the pairs. Second, Ulysses
+splits each row into `ulysses_degree` equal slices, which its all-to-all joins in the order of the tokens, so a kernel gets a
+whole row. Padding is only at the end of a row, and makes all rows equally long.
 
 Letters: L local tokens of a rank with padding, S samples, R ring degree.
 """
@@ -25,11 +22,7 @@ from wands.attention.packed import ChunkLens, segment_ids_of
 
 
 class CommBytes(NamedTuple):
-    """Number of bytes that a rank sends for one attention layer.
-
-    The fields count the bytes of the Ulysses all-to-alls and the bytes of the ring transfers, each for the forward pass
-    and for the backward pass.
-    """
+    """Bytes that a rank sends for one attention layer."""
 
     ulysses_forward: int
     ulysses_backward: int
@@ -39,17 +32,12 @@ class CommBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Split of a bin (the samples packed into one sequence) over all ranks of a context-parallel group.
-
-    A ring row is the part of the bin that one Ulysses group (the ranks that divide the attention heads among themselves)
-    holds.
+    """Split of a bin over all ranks of a context-parallel group.
 
     Attributes:
         seq_lens: number of tokens of each sample, in packed order.
-        ulysses_degree: number of ranks that divide the attention heads among themselves.
-        ring_degree: number of ring rows.
         chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
-        row_len: number of tokens of every ring row, with padding at the end; a multiple of `ulysses_degree`.
+        row_len: number of tokens of every ring row, padding included; a multiple of `ulysses_degree`.
     """
 
     seq_lens: tuple[int, ...]
@@ -60,13 +48,7 @@ class ContextPlan:
 
     @classmethod
     def build(cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1) -> ContextPlan:
-        """Split the packed samples over the ranks of a context-parallel group, and return the split.
-
-        Args:
-            seq_lens: number of tokens of each sample, in packed order. Every number must be positive.
-            ulysses_degree: number of ranks that divide the attention heads among themselves.
-            ring_degree: number of ranks in a ring.
-        """
+        """Split samples with these numbers of tokens, all positive, in packed order."""
         assert min(seq_lens, default=0) > 0, f"each sample needs a token, but the lengths are {[*seq_lens]}"
         chunk_lens = split_over_ring(tuple(seq_lens), ring_degree)
         longest = max(map(sum, chunk_lens))
@@ -81,13 +63,13 @@ class ContextPlan:
 
     @property
     def num_pads(self) -> int:
-        """Number of padding tokens, summed over all ranks of the context-parallel group."""
+        """Padding tokens of all ranks of the context-parallel group."""
         return self.ring_degree * self.row_len - sum(self.seq_lens)
 
     def cost_balance(self) -> float:
-        """Predict the attention time of the ring, divided by the time if all ranks had equally many (query, key) pairs.
+        """Return the predicted attention time of the ring / the time with equally many (query, key) pairs on all ranks.
 
-        The best result is 1. In each round of the ring, all ranks wait for the rank with the most pairs.
+        In each round of the ring, all ranks wait for the rank with the most pairs.
         """
         lens = self.chunk_lens
         degree = self.ring_degree
@@ -98,7 +80,7 @@ class ContextPlan:
         return lockstep * degree / sum(length * length for length in self.seq_lens)
 
     def comm_bytes(self, dim: int, itemsize: int, *, grad_itemsize: int = 4) -> CommBytes:
-        """Predict the number of bytes that each rank sends for one attention layer.
+        """Predict the bytes that each rank sends for one attention layer.
 
         Args:
             dim: number of attention heads times size of a head.
@@ -120,18 +102,14 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """Tokens of a bin (the samples packed into one sequence) that one rank holds.
-
-    L is the number of tokens on this rank, padding included.
+    """Tokens of a bin that one rank holds.
 
     Attributes:
-        plan: split of the bin over all ranks of the context-parallel group.
-        token_index: int64 [L], index in the bin of each local token (token on this rank). Padding is at the end and has
-            the index -1.
+        plan: split of the bin over all ranks.
+        token_index: int64 [L], index in the bin of each local token; -1 for the padding at the end.
         segment_ids: int64 [L], sample index of each local token. Padding has the index of the last sample.
-        local_seq_lens: number of tokens of each sample on this rank, without padding.
-        token_ranges: (start, stop) for each sample: the range of the local tokens among all tokens of the sample. The
-            range is (0, 0) if this rank holds no token of the sample.
+        local_seq_lens: number of local tokens of each sample, without padding.
+        token_ranges: (start, stop) of the local tokens among all tokens of each sample; (0, 0) if there are none.
     """
 
     plan: ContextPlan
@@ -144,14 +122,7 @@ class ContextLayout:
     def build(
         cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1, cp_rank: int = 0
     ) -> ContextLayout:
-        """Compute the tokens of a bin (the samples packed into one sequence) that one rank holds.
-
-        Args:
-            seq_lens: number of tokens of each sample, in packed order.
-            ulysses_degree: number of ranks that divide the attention heads among themselves.
-            ring_degree: number of ranks in a ring.
-            cp_rank: index of the rank in the context-parallel group: ring rank * ulysses_degree + Ulysses rank.
-        """
+        """Return the layout of one rank. `cp_rank` is ring rank * ulysses_degree + Ulysses rank."""
         plan = ContextPlan.build(seq_lens, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
         assert 0 <= cp_rank < ulysses_degree * ring_degree, f"{cp_rank=} is not in the context-parallel group"
         ring_rank, ulysses_rank = divmod(cp_rank, ulysses_degree)
@@ -185,34 +156,26 @@ class ContextLayout:
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample of the bin, on all ranks together."""
+        """Number of tokens of each sample on all ranks together."""
         return self.plan.seq_lens
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens on this rank, with padding. The number is equal on all ranks of the context-parallel group."""
+        """Number of tokens on this rank with padding, equal on all ranks of the context-parallel group."""
         return len(self.token_index)
 
     @property
     def num_valid(self) -> int:
-        """Number of tokens on this rank, without padding."""
+        """Number of tokens on this rank without padding."""
         return sum(self.local_seq_lens)
 
 
 @lru_cache(maxsize=256)
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
-    """Divide the tokens of the samples among the ring rows, so that the ring rows have nearly equal numbers of tokens.
+    """Divide the tokens of the samples among the ring rows: entry [r][s] is the number of tokens of sample s in ring row r.
 
-    A ring row is the part of the packed samples that one Ulysses group processes. The ranks of a Ulysses group divide the
-    attention heads among themselves. A sample with fewer tokens than ring rows is not split: all its tokens are in one
-    ring row. Any other sample is split into one chunk per ring row, and its chunks differ by at most one token.
-
-    Args:
-        seq_lens: number of tokens of each sample.
-        ring_degree: number of ring rows.
-
-    Returns:
-        Table of lengths: entry [r][s] is the number of tokens of sample s in ring row r.
+    The rows get nearly equal numbers of tokens. A sample with fewer tokens than ring rows is in one row. The chunks of any other
+    sample differ by at most one token.
     """
     chunks = [[0] * len(seq_lens) for _ in range(ring_degree)]
     totals = [0] * ring_degree
@@ -237,13 +200,9 @@ def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=256)
 def ring_rounds(chunk_lens: ChunkLens) -> int:
-    """Return the number of rounds of the ring. In each round, a rank attends to the keys of one rank of the ring.
+    """Return the number of rounds of the ring: its number of ranks if any sample is split, else 1.
 
-    If a sample is split over several ranks, there are as many rounds as ranks in the ring. Otherwise, there is one round. All
-    ranks compute the number of rounds before they communicate, so that no rank waits for keys that are never sent.
-
-    Args:
-        chunk_lens: entry [r][s] is the number of tokens of sample s on rank r of the ring.
+    All ranks compute it before they communicate, so that no rank waits for keys that are never sent.
     """
     has_cut = any(sum(length > 0 for length in lens) > 1 for lens in zip(*chunk_lens, strict=True))
     return len(chunk_lens) if has_cut else 1

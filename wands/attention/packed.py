@@ -1,8 +1,6 @@
 """Packed sequences: segment boundaries for attention, and the metadata that the model needs for each token.
 
-A bin is the list of samples that are packed into one sequence for one forward pass. A ring row is the part of a bin that
-one Ulysses group (the ranks that divide the attention heads among themselves) holds. Without ring attention, the whole
-bin is one ring row.
+Without ring attention, the whole bin is one ring row.
 
 Letters: T tokens of a bin, L local tokens of a rank with padding, S samples, R ring degree.
 """
@@ -19,24 +17,18 @@ from torch import Tensor
 from wands.transfer import to_device
 
 ChunkLens = tuple[tuple[int, ...], ...]
-"""Type of a table of lengths: entry [r][s] is the number of tokens of sample s in ring row r.
-
-A ring row is the part of the packed samples that one Ulysses group (the ranks that divide the attention heads among
-themselves) holds.
-"""
+"""Entry [r][s] is the number of tokens of sample s in ring row r."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Block-diagonal attention pattern: rows of q in segment i attend only to rows of k in segment i.
-
-    Segments are contiguous: each segment starts at the row after the last row of the previous segment.
+    """Block-diagonal attention pattern: rows of q in segment i attend only to rows of k in segment i. Segments are contiguous.
 
     Attributes:
-        lens_q: number of rows of q in each segment. The numbers are Python integers, so reading them never waits for a GPU.
-        lens_k: number of rows of k in each segment. Numbers in `lens_q` and `lens_k` can be 0.
+        lens_q: number of rows of q in each segment, may be 0. Python integers, so reading them never waits for a GPU.
+        lens_k: number of rows of k in each segment, may be 0.
         cu_seqlens_q: int32 [S+1] for S segments, cumulative sum of `lens_q`, starting with 0.
-        cu_seqlens_k: int32 [S+1] for S segments, cumulative sum of `lens_k`, starting with 0.
+        cu_seqlens_k: int32 [S+1], cumulative sum of `lens_k`, starting with 0.
     """
 
     lens_q: tuple[int, ...]
@@ -48,13 +40,7 @@ class Segments:
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int] | None = None, device: torch.device | str = "cpu"
     ) -> Segments:
-        """Build segments from the number of rows in each segment.
-
-        Args:
-            lens_q: number of rows of q in each segment.
-            lens_k: number of rows of k in each segment. None means the numbers in `lens_q`.
-            device: device of `cu_seqlens_q` and `cu_seqlens_k`.
-        """
+        """Build segments on a device. `lens_k` None means `lens_q`."""
         queries = tuple(lens_q)
         keys = tuple(lens_q if lens_k is None else lens_k)
         assert len(queries) == len(keys), f"{len(queries)} segments of q, but {len(keys)} segments of k"
@@ -63,12 +49,12 @@ class Segments:
 
     @property
     def max_seqlen_q(self) -> int:
-        """Largest number of rows of q in a segment (one block of the attention pattern); 0 without segments."""
+        """Largest number of rows of q in a segment; 0 without segments."""
         return max(self.lens_q, default=0)
 
     @property
     def max_seqlen_k(self) -> int:
-        """Largest number of rows of k in a segment (one block of the attention pattern); 0 without segments."""
+        """Largest number of rows of k in a segment; 0 without segments."""
         return max(self.lens_k, default=0)
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
@@ -82,15 +68,9 @@ class Segments:
 
 
 def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
-    """Yield slices of the rows that attention does not use, in one tensor (q or k).
+    """Yield slices of the rows of one tensor, q or k, that attention does not use.
 
-    A row of q is not used if its segment has no rows of k. A row of k is not used if its segment has no rows of q. Rows after
-    the last segment are never used.
-
-    Args:
-        lens: number of rows of this tensor in each segment.
-        partner_lens: number of rows of the other tensor (k or q) in each segment.
-        num_rows: number of rows of this tensor, including the rows after the last segment.
+    These are rows of segments with no row of the other tensor (`partner_lens`), and the rows after the last segment.
     """
     start = 0
     for length, partner in zip(lens, partner_lens, strict=True):
@@ -106,23 +86,17 @@ def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -
 class PackedMeta:
     """Positions, sample indices and lengths of the tokens that one rank holds.
 
-    L is the number of tokens on this rank, padding included.
-
     Attributes:
-        positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
+        positions: int64 [L, 3], (frame, row, column) of each token in the token grid of its sample.
         segment_ids: int64 [L], sample index of each token, ascending.
-        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r. A ring row is the part of the packed
-            samples that one Ulysses group holds. The ranks of a Ulysses group divide the attention heads among
-            themselves. Without ring attention, there is one ring row.
-        local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
-            sample.
+        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
+        local_seq_lens: number of local tokens of each sample, without the padding that can follow the last one.
         text_lens: number of text tokens of each sample, without padding.
-        timestep_lens: number of tokens on this rank for each timestep. In training, a sample with conditioning tokens has
-            two timesteps: 0 for these tokens, then the timestep of its other tokens. If the tuple is empty, each sample has
-            one timestep. The collator never leaves the tuple empty.
-        timestep_samples: for each timestep, the index of its sample. Empty if `timestep_lens` is empty.
-        dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
-            dropout.
+        timestep_lens: number of local tokens of each timestep. In training, a sample with conditioning tokens has two timesteps:
+            0 for these tokens, then the timestep of its others. If empty, each sample has one timestep. The collator never leaves
+            it empty.
+        timestep_samples: sample index of each timestep. Empty if `timestep_lens` is empty.
+        dropout_keys: 64 random bits for each sample's dropout masks. Empty without dropout.
     """
 
     positions: Tensor
@@ -143,18 +117,12 @@ class PackedMeta:
 
     @property
     def padded_seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample on this rank. The padding at the end counts as tokens of the last sample.
-
-        The sum of these numbers is the number of tokens on this rank, padding included.
-        """
+        """Number of local tokens of each sample. The padding at the end counts as tokens of the last sample."""
         return self._with_padding(self.local_seq_lens)
 
     @property
     def padded_timestep_lens(self) -> tuple[int, ...]:
-        """Number of tokens on this rank for each timestep. The padding at the end counts as tokens of the last timestep.
-
-        The sum of these numbers is the number of tokens on this rank, padding included.
-        """
+        """Number of local tokens of each timestep. The padding at the end counts as tokens of the last timestep."""
         return self._with_padding(self.timestep_lens or self.local_seq_lens)
 
     def _with_padding(self, lens: tuple[int, ...]) -> tuple[int, ...]:
@@ -163,5 +131,5 @@ class PackedMeta:
 
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:
-    """Return the sample index of each token, int64 [sum of `seq_lens`]. `seq_lens` are the numbers of tokens of the samples."""
+    """Return the sample index of each token, int64 [sum of `seq_lens`]."""
     return torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens, dtype=torch.int64))

@@ -1,19 +1,15 @@
-"""Ring attention on packed sequences (several samples, one after another).
+"""Ring attention on packed sequences.
 
-The tokens of every sample are split over the ranks of a ring. A key block is the keys and values of one rank. The key
-blocks travel around the ring, and every rank attends to each key block that the rank receives. With Ulysses, a rank of
-the ring has all tokens of its Ulysses group (the ranks that divide the attention heads among themselves), for some of the
-heads. In packed.py, these tokens are called a "ring row".
+The key blocks (keys and values) of the ranks travel around the ring, and every rank attends to each block. With Ulysses, a rank
+of the ring has all tokens of its ring row, for some of the heads.
 
-The forward pass and the backward pass are custom operators. Activation checkpointing therefore sees each pass as one
-operation, and can keep the result of the forward pass instead of running the ring again. Autograd and
-torch.compile call the backward operator to compute the gradients of the forward operator. A custom operator takes only
-tensors, numbers, strings and lists of numbers. The table of the numbers of tokens per rank and sample is therefore
-passed as one flat list, and process groups are passed by name.
+Both passes are custom operators, so activation checkpointing sees each as one operation and can keep the result of the forward
+pass instead of running the ring again. A custom operator takes only tensors, numbers, strings and lists of numbers: the table of
+chunk lengths is passed as one flat list, and process groups by name.
 
-Letters: N tokens of one rank of the ring, H heads, D head dim, R ring degree, S samples.
-Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention",
-algorithm 4; the gradient of a key block needs the log-sum-exp over all key blocks.
+Letters: N tokens of one rank of the ring, H heads, D head dim, R ring degree, S samples. Sources: Liu et al. 2023, "Ring
+Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention", algorithm 4; the gradient of a key block
+needs the log-sum-exp over all key blocks.
 """
 
 from __future__ import annotations
@@ -38,13 +34,13 @@ from wands.attention.packed import ChunkLens, PackedMeta, Segments
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Callable for self-attention inside each sample, where the tokens of a sample are spread over the ranks of a ring.
+    """Self-attention inside each sample, whose tokens are spread over the ranks of a ring.
 
     Attributes:
         backend: attention kernel.
         group: ranks of the ring; None if the ring has one rank.
-        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v. With a single
-            communicator, transfers of k and v would wait for transfers of gradients.
+        grad_group: a second communicator over the same ranks, for the gradients of k and v. With a single communicator, transfers
+            of k and v would wait for transfers of gradients.
     """
 
     backend: Backend
@@ -52,19 +48,9 @@ class RingAttention:
     grad_group: dist.ProcessGroup | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
-        """Run self-attention inside each sample.
+        """Return the output for q, k and v [N, H, D], in q's dtype. Rows after the last sample are padding with output 0.
 
-        Args:
-            q: [N, H, D], for N tokens, H heads and head dim D. With Ulysses, the N tokens are all tokens of this rank's
-                Ulysses group. Without Ulysses, they are the tokens of this rank. Rows after the last sample are
-                padding, and their output is 0.
-            k: [N, H, D].
-            v: [N, H, D].
-            meta: metadata of the packed samples. Only `meta.chunk_lens` is used: entry [r][s] is the number of tokens of
-                sample s on rank r of the ring.
-
-        Returns:
-            [N, H, D] in q's dtype.
+        Only `meta.chunk_lens` is used.
         """
         degree = len(meta.chunk_lens)
         num_ranks = self.group.size() if self.group else 1
@@ -88,21 +74,10 @@ def ring_forward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass of `RingAttention` as a custom operator.
+    """Return the output [N, H, D] and the log-sum-exp [H, N] of `RingAttention` for q, k and v [N, H, D].
 
-    Args:
-        q: [N, H, D], for N tokens of this rank, H heads and head dim D.
-        k: [N, H, D].
-        v: [N, H, D].
-        lens: number of tokens of each sample on the first rank of the ring, then on the second rank, and so on.
-        degree: number of ranks in the ring.
-        group: name of the ring's process group; empty if `degree` is 1.
-        grad_group: name of the process group for gradients. Only the backward pass uses this group.
-        backend: name of the attention kernel.
-        scale: factor on the attention scores.
-
-    Returns:
-        (out, lse): the output [N, H, D], and the log-sum-exp of the scores [H, N].
+    `lens` has the number of tokens of each sample on the first rank of the ring, then on the second, and so on. `group` is the
+    name of the ring's process group, empty if `degree` is 1. Only the backward pass uses `grad_group`.
     """
     chunk_lens = _split_rows(tuple(lens), degree)
     kernel = get_backend(backend)
@@ -138,15 +113,11 @@ def ring_backward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dq, dk, dv) for `ring_forward`.
+    """Return the gradients (dq, dk, dv) for `ring_forward`, whose results are `out` and `lse`.
 
-    `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
-    arguments of `ring_forward`.
-
-    Each rank owns one key block: its keys and values. The blocks move around the ring, one rank per step. In each step, a rank
-    computes a part of the gradient of the block that it holds: the part that comes from the rank's own queries. The sum of
-    the parts travels with the block. The first rank after the owner starts the sum, and each later rank adds its part. When
-    the sum returns to the owner, the owner adds the part that it computed in the first step.
+    In each step, a rank computes the part of a key block's gradient that comes from its own queries. The sum of the parts travels
+    with the block, one step behind: the first rank after the owner starts it, each later rank adds its part, and the owner
+    finally adds the part that it computed in the first step.
     """
     chunk_lens = _split_rows(tuple(lens), degree)
     kernel = get_backend(backend)
@@ -182,10 +153,7 @@ def ring_backward(
 
 
 class _RingTransfer:
-    """Asynchronous transfer in a ring: send a tensor to the next rank, and receive a tensor from the previous rank.
-
-    The tensor contains keys and values, or the gradients of keys and values.
-    """
+    """Asynchronous transfer: send a tensor to the next rank of the ring, and receive one from the previous rank."""
 
     def __init__(self, block: Tensor, group: dist.ProcessGroup) -> None:
         rank = dist.get_rank(group)
@@ -198,7 +166,7 @@ class _RingTransfer:
         )
 
     def wait(self) -> Tensor:
-        """Wait until this rank has sent its tensor and received the previous rank's tensor. Return the received tensor."""
+        """Wait for both transfers, and return the received tensor."""
         with record_function("ring hop"):
             for work in self._works:
                 work.wait()
@@ -206,14 +174,7 @@ class _RingTransfer:
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge the attention result of one more block of keys into `out` and `lse`, in place.
-
-    Args:
-        out: [N, H, D] in fp32 or wider, attention output over the blocks of keys merged so far.
-        lse: [H, N] in fp32 or wider, log-sum-exp of the scores over the blocks of keys merged so far.
-        block_out: [N, H, D], attention output over the new block of keys.
-        block_lse: [H, N], log-sum-exp of the scores over the new block of keys.
-    """
+    """Merge the result of one more key block, [N, H, D] and [H, N], into `out` and `lse` (fp32 or wider), in place."""
     # The two weights add up to 1. exp(lse - merged) would bring the rounding error of a large log-sum-exp to `out`, but not to
     # the probabilities of the backward pass, and the gradients of large scores would be several times less accurate.
     weight = torch.sigmoid(block_lse - lse).nan_to_num(0.0)  # the output of rows without a key so far stays 0
@@ -244,14 +205,8 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
 def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, rank: int) -> int:
     """Return the FLOPs of `ring_forward` on one rank of a ring.
 
-    These are the FLOPs of two matmuls: the scores, and the weighted sum of the values. Each query on this rank attends to all
-    keys of its sample, on all ranks of the ring.
-
-    Args:
-        q_shape: shape of q: (tokens, heads, head dim).
-        lens: number of tokens of each sample on the first rank of the ring, then on the second rank, and so on.
-        degree: number of ranks in the ring.
-        rank: rank of this process in the ring.
+    They are two matmuls, the scores and the weighted sum of the values. `q_shape` is (tokens, heads, head dim). Each query
+    attends to all keys of its sample, on all ranks. `lens` is as in `ring_forward`.
     """
     rows = _split_rows(tuple(lens), degree)
     pairs = sum(own * sum(keys) for own, keys in zip(rows[rank], zip(*rows, strict=True), strict=True))
@@ -259,7 +214,7 @@ def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, ra
 
 
 BACKWARD_FLOPS = 2.5
-"""FLOPs of the backward pass, divided by the FLOPs of the forward pass: five matmuls instead of two, as in FlashAttention."""
+"""FLOPs of the backward pass / the forward pass: five matmuls instead of two, as in FlashAttention."""
 
 
 @register_flop_formula(torch.ops.wands.ring_forward)

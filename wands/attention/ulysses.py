@@ -1,11 +1,10 @@
 """Ulysses attention: DeepSpeed's DistributedAttention with ring attention as the local attention.
 
-The two all-to-alls, `to_heads` and `to_tokens`, are custom operators. The backward pass of `to_heads` is `to_tokens`,
-and vice versa. Activation checkpointing sees each all-to-all as one operation, and can keep the received tensors
-instead of sending them again.
+The two all-to-alls, `to_heads` and `to_tokens`, are custom operators, each the backward pass of the other. Activation
+checkpointing sees each as one operation, and can keep the received tensors instead of sending them again.
 
-Letters: L local tokens of a rank, U Ulysses degree, N = L * U tokens of a Ulysses group, H heads, D head dim.
-Sources: Jacobs et al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
+Letters: L local tokens of a rank, U Ulysses degree, N = L * U tokens of a Ulysses group, H heads, D head dim. Sources: Jacobs et
+al. 2023, "DeepSpeed Ulysses"; Fang and Zhao 2024, "USP".
 """
 
 from __future__ import annotations
@@ -36,34 +35,21 @@ def context_attention(
     *,
     fused: bool = True,
 ) -> UlyssesAttention | RingAttention:
-    """Build the self-attention of packed samples whose tokens are split over a context-parallel group.
+    """Return the self-attention of packed samples over a context-parallel group: (q, k, v, meta) to the output.
 
-    Args:
-        backend: attention kernel of every rank.
-        ulysses: ranks that divide the heads among themselves; None if the Ulysses degree is 1.
-        ring: ranks that exchange keys and values in a ring; None if the ring degree is 1.
-        ring_grad: a second communicator over the ranks of `ring`, for the gradients of k and v. With a single
-            communicator, transfers of k and v would wait for transfers of gradients.
-        fused: send q, k and v in one all-to-all instead of three.
-
-    Returns:
-        A callable that maps (q, k, v, meta) to the attention output. q, k, v and the output have the shape [L, H, D],
-        for L local tokens, H heads and head dim D. meta is the `PackedMeta` of this rank's tokens.
+    q, k, v and the output are [L, H, D]; meta is the `PackedMeta` of this rank's tokens. A group is None if its degree is 1.
+    `ring_grad` is a second communicator over `ring`, see `RingAttention`. `fused` sends q, k and v in one all-to-all instead of
+    three.
     """
     attention = RingAttention(backend, ring, ring_grad)
     return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused)
 
 
 class UlyssesAttention(DistributedAttention):
-    """DeepSpeed's DistributedAttention for packed tokens.
+    """DeepSpeed's DistributedAttention for packed tokens. The number of ranks in `group` must divide the number of heads.
 
-    If `fused` is true, a forward pass of wands runs, with one all-to-all for q, k and v together. If `fused` is false,
-    DeepSpeed's own forward pass runs, with three all-to-alls. The results of the two forward passes are equal bit for bit.
-
-    Args:
-        local_attention: attention that runs after the all-to-all, for all tokens of the Ulysses group and some of the heads.
-        group: ranks that divide the heads among themselves. The number of ranks must divide the number of heads.
-        fused: send q, k and v in one all-to-all instead of three.
+    If `fused`, a forward pass of wands sends q, k and v in one all-to-all. Otherwise DeepSpeed's own forward pass sends three.
+    The results are equal bit for bit.
     """
 
     def __init__(self, local_attention: RingAttention, group: dist.ProcessGroup, fused: bool) -> None:
@@ -75,18 +61,7 @@ class UlyssesAttention(DistributedAttention):
         self._group = group.group_name, group.size()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
-        """Run self-attention inside each sample, where the tokens of a sample are split over the context-parallel group.
-
-        Args:
-            q: [L, H, D], for L local tokens, H heads and head dim D.
-            k: [L, H, D].
-            v: [L, H, D].
-            meta: metadata of the packed samples. Only `meta.chunk_lens` is used: the number of tokens of each sample in
-                each Ulysses group.
-
-        Returns:
-            Attention output of the local tokens, [L, H, D].
-        """
+        """Return the self-attention inside each sample for q, k and v [L, H, D]. Only `meta.chunk_lens` is used."""
         if not self.fused:
             return super().forward(q[None], k[None], v[None], BATCH_AXIS, None, meta)[0]
         q, k, v = torch.ops.wands.to_heads(torch.stack([q, k, v]), *self._group).unbind()  # [N, H / U, D]
@@ -96,31 +71,16 @@ class UlyssesAttention(DistributedAttention):
 
 @torch.library.custom_op("wands::to_heads", mutates_args=())
 def to_heads(x: Tensor, group: str, degree: int) -> Tensor:
-    """Run an all-to-all after which this rank has all tokens of its Ulysses group, but only some of the heads.
+    """Exchange local tokens with all heads for all tokens of the Ulysses group with some heads.
 
-    Args:
-        x: [B, L, H, D], for batch size B, L local tokens, H heads and head dim D.
-        group: name of the Ulysses group.
-        degree: U, the number of ranks in the group; U must divide H.
-
-    Returns:
-        [B, L * U, H / U, D].
+    x is [B, L, H, D], and the result [B, L * U, H / U, D]; `degree` is U and must divide H.
     """
     return _all_to_all(x, HEAD_AXIS, TOKEN_AXIS, group)
 
 
 @torch.library.custom_op("wands::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, group: str, degree: int) -> Tensor:
-    """Run an all-to-all that undoes `to_heads`: this rank then has only its local tokens, but all heads.
-
-    Args:
-        x: [B, L * U, H / U, D], for batch size B, L local tokens, H heads and head dim D.
-        group: name of the Ulysses group.
-        degree: U, the number of ranks in the group.
-
-    Returns:
-        [B, L, H, D].
-    """
+    """Undo `to_heads`: x is [B, L * U, H / U, D], and the result [B, L, H, D]."""
     return _all_to_all(x, TOKEN_AXIS, HEAD_AXIS, group)
 
 
@@ -159,9 +119,8 @@ OPERATORS = {
     "attn_input": (torch.ops.wands.to_heads.default,),
     "attn_output": (torch.ops.wands.ring_forward.default, torch.ops.wands.to_tokens.default),
 }
-"""Maps tensor names of `wands.model.checkpointing` to operators whose results have these names.
+"""Maps tensor names of `wands.model.checkpointing` to operators whose results activation checkpointing can keep.
 
-Activation checkpointing can keep the results of these operators. With `UlyssesAttention(fused=False)`, DeepSpeed's own
-all-to-alls run, which are not custom operators. Activation checkpointing cannot keep their results, and repeats the
-all-to-alls in the backward pass.
+With `UlyssesAttention(fused=False)`, DeepSpeed's own all-to-alls run, which are no custom operators. Their results cannot be
+kept, and the backward pass repeats them.
 """

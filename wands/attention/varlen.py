@@ -1,7 +1,6 @@
-"""Variable-length attention on packed rows (tokens), with gradients.
+"""Variable-length attention on packed rows, with gradients, for keys that are all on this rank.
 
-All keys to which a rank's queries attend must be on this rank. The model uses the functions of this module for
-cross-attention. Self-attention uses ring.py, even on a single rank.
+The model uses it for cross-attention. Self-attention uses ring.py, even on a single rank.
 
 Letters: T rows, H heads, D head dim.
 """
@@ -26,32 +25,20 @@ __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_at
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend) -> Tensor:
-    """Run attention in which rows of q attend only to rows of k in the same segment (such as a sample).
+    """Return the attention inside each segment, [Tq, H, D] in q's dtype. Rows of q that attend to no key are 0.
 
-    Args:
-        q: [Tq, H, D], for Tq rows, H heads and head dim D.
-        k: [Tk, H, D].
-        v: [Tk, H, D].
-        segments: number of rows of q and of k in each segment.
-        backend: attention kernel.
-
-    Returns:
-        [Tq, H, D] in q's dtype. Rows of q that attend to no key are 0.
+    q is [Tq, H, D], k and v are [Tk, H, D].
     """
     return _VarlenAttention.apply((segments, None, backend, False), q, k, v)
 
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Attention segments (such as samples) that are padded to an equal number of keys, with copies of one padding key.
-
-    The padding is not masked: each row of q attends to the keys of its segment and to the copies. The copies are not stored.
-    `padded_attention` uses the padding key once, and adds the logarithm of the number of copies to the score of this key.
+    """Segments padded to an equal number of keys, with copies of one padding key that are not stored and not masked.
 
     Attributes:
-        segments: number of rows of q and of k in each segment, without padding.
-        log_num_pads: fp64 [Tq], for each of the Tq rows of q: natural logarithm of the number of copies in the row's segment.
-            The logarithm is -inf in a segment without copies.
+        segments: rows of q and of k in each segment, without padding.
+        log_num_pads: fp64 [Tq], for each row of q the natural logarithm of the number of copies in its segment; -inf for none.
     """
 
     segments: Segments
@@ -61,14 +48,7 @@ class PaddedSegments:
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int], padded_len: int, device: torch.device | str = "cpu"
     ) -> PaddedSegments:
-        """Build padded segments from the number of rows in each segment (such as a sample).
-
-        Args:
-            lens_q: number of rows of q in each segment.
-            lens_k: number of rows of k in each segment, without padding.
-            padded_len: number of rows of k in every segment, with padding.
-            device: device of q, k and v.
-        """
+        """Build segments whose rows of k are padded from `lens_k` to `padded_len` in every segment."""
         assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len=}"
         log_num_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
         rows = log_num_pads.repeat_interleave(torch.tensor(lens_q))
@@ -85,24 +65,13 @@ def padded_attention(
     backend: Backend,
     compiled: bool = False,
 ) -> Tensor:
-    """Run attention inside segments (such as samples) that are padded to an equal number of keys, with copies of `pad_k`.
+    """Return the attention inside segments that are padded with copies of `pad_k`, [Tq, H, D] in q's dtype.
 
-    The padding is not masked. The copies cost almost nothing. In the softmax, n equal keys together have the weight
-    n * exp(score). The function therefore treats the n copies as one key with the score `score + log(n)`. The attention to
-    this key is then merged with the attention to the keys in `k`.
+    The padding is not masked, but costs almost nothing: n equal keys have the softmax weight n * exp(score), so they count as one
+    key with the score `score + log(n)`, which is merged with the attention to the keys in `k`.
 
-    Args:
-        q: [Tq, H, D], for Tq rows, H heads and head dim D.
-        k: [Tk, H, D], without the copies of `pad_k`.
-        v: [Tk, H, D], without the copies of `pad_v`.
-        pad_k: [H, D], the padding key.
-        pad_v: [H, D], value of the padding key.
-        padded: number of rows of q and of k in each segment, and number of copies of the padding key.
-        backend: attention kernel.
-        compiled: use torch.compile for the computations with the padding key, forward and backward.
-
-    Returns:
-        [Tq, H, D] in q's dtype.
+    q is [Tq, H, D], k and v are [Tk, H, D] without the copies, pad_k and pad_v are [H, D]. `compiled` uses torch.compile for the
+    computations with the padding key.
     """
     options = padded.segments, padded.log_num_pads, backend, compiled
     return _VarlenAttention.apply(options, q, k, v, pad_k, pad_v)
@@ -112,11 +81,7 @@ _Options = tuple[Segments, Tensor | None, Backend, bool]
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Autograd function of `varlen_attention` and `padded_attention`.
-
-    `options` are (segments, `PaddedSegments.log_num_pads`, attention kernel, whether to use torch.compile). `tensors` are q, k
-    and v; for `padded_attention`, they are q, k, v, pad_k and pad_v (the key and the value of the padding).
-    """
+    """Autograd function of `varlen_attention` (tensors q, k, v) and `padded_attention` (also pad_k, pad_v)."""
 
     @staticmethod
     def forward(ctx: Any, options: _Options, *tensors: Tensor) -> Tensor:
@@ -157,19 +122,16 @@ def merge_pads(
 ) -> tuple[Tensor, Tensor]:
     """Merge the attention to n copies of one padding key with the attention to all other keys.
 
-    All n copies have the same score, which is computed once for each head and row of q, without an attention kernel.
+    The result is (out [T, H, D], lse [H, T]) over all keys. No attention kernel is used.
 
     Args:
         out: [T, H, D], attention output over the other keys.
-        lse: [T, H], log-sum-exp of the scores over the other keys. The axis T comes first, because `compiled_op` requires this.
-        q: [T, H, D], T rows (tokens) of H heads of width D.
+        lse: [T, H], log-sum-exp over the other keys. T comes first, because `compiled_op` requires this.
+        q: [T, H, D].
         pad_k: [H, D], the padding key.
         pad_v: [H, D], value of the padding key.
         log_num_pads: [T], natural logarithm of n for each row of q; -inf if n is 0.
         scale: factor on the attention scores.
-
-    Returns:
-        (out, lse), the attention output [T, H, D] and the log-sum-exp [H, T] of the scores over all keys.
     """
     lse = lse.mT
     pad_lse = _scores(q.to(lse.dtype), pad_k.to(lse.dtype)) * scale + log_num_pads.to(lse.dtype)
@@ -193,10 +155,8 @@ def merge_pads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
-    `merge_pads` merges the attention to n copies of one padding key into the attention to all other keys. `log_num_pads`
-    contains ln(n) for each row of q. `out` and `lse` are the results of `merge_pads`, with `lse` transposed to [T, H], and `dout`
-    is the gradient of `out`. The argument `dq` is the gradient of q from the other keys. The returned gradient of q is the sum of
-    `dq` and the gradient of q from the n copies of the padding key.
+    `out` and `lse` are its results, with `lse` transposed to [T, H]. `dq` is the gradient of q from the other keys, and is added
+    to the returned one.
     """
     dtype = q.dtype
     lse = lse.mT
@@ -211,7 +171,7 @@ def merge_pads_backward(
 
 
 def _scores(x: Tensor, key: Tensor) -> Tensor:
-    """Return the dot product of each row of x [T, H, D] with `key` [H, D], separately for each head: [H, T]."""
+    """Return the dot product of each row of x [T, H, D] with `key` [H, D], for each head: [H, T]."""
     if torch.compiler.is_compiling():
         return (x * key).sum(-1).mT  # this is fused with the operations around it; a matrix product is not
     with torch.autocast(x.device.type, enabled=False):
@@ -219,7 +179,7 @@ def _scores(x: Tensor, key: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
-    """Return the weighted sum of x [T, H, D] over T. `weights` is [H, T], and the result is [H, D]."""
+    """Return the sum of x [T, H, D] over T with `weights` [H, T]: [H, D]."""
     if torch.compiler.is_compiling():
         return (weights.mT.unsqueeze(-1) * x).sum(0)
     with torch.autocast(x.device.type, enabled=False):
@@ -234,16 +194,10 @@ _MERGE_PADS_BACKWARD = compiled_op(merge_pads_backward)
 def _cut_queries(
     lens_q: tuple[int, ...], lens_k: tuple[int, ...], piece_len: int, device: torch.device
 ) -> tuple[Segments, Tensor]:
-    """Cut attention segments into pieces with at most `piece_len` rows of q. Each piece gets a copy of its segment's rows of k.
+    """Cut segments into pieces of at most `piece_len` rows of q, each with a copy of its segment's keys: (pieces, rows of k).
 
-    The cut makes the backward pass of cross-attention faster. On a GPU, the backward pass of flash attention starts one
-    thread block for each head and each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a
-    caption), so most of the GPU would be idle without the cut. The caller must sum the gradients of all copies of a key or
-    value.
-
-    Returns:
-        (pieces, rows). In `pieces`, each piece is a separate segment. `rows` is an int64 tensor of indices, so that
-        k[rows] contains the copies of all pieces, piece after piece.
+    The backward pass of flash attention starts one thread block for each head and about 128 keys of a segment. A caption has few
+    keys, so most of the GPU would be idle. The caller must sum the gradients of the copies k[rows].
     """
     pieces = [
         (min(piece_len, len_q - begin), len_k, end_k)
@@ -256,9 +210,8 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the number of rows of q (queries) above which the backward pass cuts a segment into pieces.
+    """Return the rows of q above which the backward pass cuts a segment; None on a CPU.
 
-    On a GPU, the number is 2048. About 30,000 rows of q then give enough pieces to keep the whole GPU busy. If `dout` is on a
-    CPU, return None, because segments are not cut there.
+    On a GPU, 2048 lets about 30,000 rows of q give enough pieces to keep the whole GPU busy.
     """
     return 2048 if dout.is_cuda else None

@@ -1,1 +1,1 @@
-"""Flow matching: noise levels (sigma), noise and loss. The functions are pure and use no process group and no file."""
+"""Flow matching: noise levels (sigma), noise and loss. Pure functions, without process groups and files."""

@@ -23,20 +23,15 @@ _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """Noisy tokens and their targets, in host memory.
-
-    L is the number of tokens on this rank, padding included. P is the number of channels of a token. S is the number of
-    samples. x0 are the clean tokens.
+    """Noisy tokens and their targets, in host memory. x0 are the clean tokens, and L includes padding.
 
     Attributes:
         tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
         target: fp32 [L, P], the velocity (noise - x0).
         sigmas: fp32 [S], noise level of each sample.
-        timesteps: fp32 [M] for M timesteps. A sample without conditioning tokens has one timestep, 1000 * sigma. A sample
-            with conditioning tokens has two timesteps: 0 for its conditioning tokens, then 1000 * sigma for its other tokens.
-            Do not cast to bf16, which would round 997 to 996.
-        trained: slice or int64 indices of the tokens in the loss: all tokens except conditioning tokens and padding at the
-            end.
+        timesteps: fp32 [M], 1000 * sigma for each sample, after a timestep 0 if the sample has conditioning tokens. Do not cast
+            to bf16, which would round 997 to 996.
+        trained: slice or int64 indices of the tokens in the loss: all except conditioning tokens and padding.
     """
 
     tokens: Tensor
@@ -56,21 +51,19 @@ def add_noise(
     sigma_range: tuple[float, float] = (0.0, 1.0),
     given_sigmas: Sequence[float] | None = None,
 ) -> NoisyBatch:
-    """Add noise to this rank's tokens, with one noise level (sigma) per sample.
+    """Add noise to this rank's tokens, with one noise level per sample.
 
-    The random numbers depend only on the seed and the key of the sample. The bin (the packed samples), the order of the
-    samples, the rank and the device do not change the random numbers. All tensors are in host memory, so that a thread can
-    draw the noise of the next steps while the device computes.
+    The random numbers depend only on the seed and the key of the sample, not on bin, rank or device. All tensors are in host
+    memory, so that a thread can draw the noise of the next steps while the device computes.
 
     Args:
-        tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
+        tokens: [L, P], clean tokens of this rank. Padding must be zero and stays zero.
         layout: positions of this rank's tokens in the bin.
-        keys: for each sample of the bin, the key of its random numbers.
-        flow: `flow` section of the recipe, with the distribution of sigma.
+        keys: key of the random numbers of each sample of the bin.
+        flow: distribution of sigma.
         seed: `train.seed`.
-        num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means 0 for all
-            samples.
-        sigma_range: (smallest, largest) sigma. For a model with two experts (DiTs), this is the range of one expert.
+        num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means none.
+        sigma_range: (smallest, largest) sigma, such as the range of one expert.
         given_sigmas: noise level of each sample. None draws the noise levels.
     """
     assert len(keys) == len(layout.seq_lens)
@@ -96,17 +89,11 @@ def add_noise(
 
 
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
-    """Draw the noise level for one use of a sample.
+    """Draw the noise level for one use of a sample. `flow` is the result of `with_clip_shift`.
 
-    If `flow.stratified` is off, the noise level is random in every epoch. If `flow.stratified` is on, the noise level is computed
-    from a number u from 0 to 1 (argument `stratum` of `sample_sigma`). In epoch 0, u is random. In every further epoch, the
-    golden ratio (0.618) is added to u, modulo 1. The values of u over the epochs then cover the range from 0 to 1 evenly.
-
-    Args:
-        seed: `train.seed`.
-        key: key of the random numbers: clip, use of the clip in the epoch, and epoch.
-        flow: `flow` section of the recipe, after `with_clip_shift`, which sets `flow_shift` to the shift of this sample.
-        sigma_range: (smallest, largest) sigma.
+    With `flow.stratified`, the noise level follows from a number u (`stratum` of `sample_sigma`): random in epoch 0, then raised
+    by the golden ratio (0.618), modulo 1, in every epoch, so that the values of u cover 0 to 1 evenly. Otherwise it is random in
+    every epoch.
     """
     start = rng(seed, replace(key, epoch=0), "sigma_start").random() if flow.stratified else 0.0
     stratum = (start + key.epoch * _GOLDEN_RATIO) % 1.0 if flow.stratified else None
@@ -114,21 +101,17 @@ def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[f
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
-    """Return for each token of this rank whether it is a conditioning token, which gets no noise: bool [number of tokens].
-
-    `num_cond_tokens` is the number of conditioning tokens of each sample. They are the sample's first tokens.
-    """
+    """Return whether each token of this rank is among the first `num_cond_tokens` tokens of its sample: bool [L]."""
     starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
     index_in_sample = layout.token_index - starts[layout.segment_ids]
     return (layout.token_index >= 0) & (index_in_sample < torch.tensor(num_cond_tokens)[layout.segment_ids])
 
 
 def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, channels: int) -> Tensor:
-    """Return standard normal noise for the L tokens of this rank, fp32 [L, channels] on the host, with zeros for padding.
+    """Return standard normal noise for the tokens of this rank, fp32 [L, channels] on the host, with zeros for padding.
 
-    The noise is drawn for all tokens of a sample, and then the tokens of this rank are selected. Ranks that share a sample
-    therefore draw the same noise for the sample, and keep different parts of this noise. Item i of `keys` is the key of the
-    random numbers of sample i. A host generator gives the same bits on every machine; a GPU generator does not.
+    The noise is drawn for whole samples, so ranks that share a sample use parts of the same noise. A host generator gives the
+    same bits on every machine; a GPU generator does not.
     """
     whole = torch.empty(sum(layout.seq_lens), channels, dtype=torch.float32, device="cpu")
     for key, rows in zip(keys, whole.split(layout.seq_lens), strict=True):

@@ -1,8 +1,7 @@
-"""Random number generators of training. Each generator is keyed by (seed, sample id, repeat index, epoch, purpose).
+"""Random number generators of training, each keyed by (seed, sample id, repeat index, epoch, purpose).
 
-The repeat index (0, 1, ...) counts the uses of a sample in one epoch. A new generator is made whenever random numbers are
-needed, so equal keys always give equal random numbers. The random numbers do not depend on the rank, the packing of the
-samples, the order of the samples, or restarts.
+A new generator is made for each use, so equal keys give equal random numbers, whatever the rank, the packing, the order of the
+samples or restarts.
 """
 
 from __future__ import annotations
@@ -16,13 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Key of the random numbers for one use of a sample in training.
-
-    Attributes:
-        sample_id: stable and unique name of the sample.
-        repeat_index: 0, 1, ... for the uses of the sample in an epoch.
-        epoch: number of the pass over the data, starting with 0.
-    """
+    """Key of the random numbers for one use of a sample. `repeat_index` counts its uses in an epoch from 0."""
 
     sample_id: str
     repeat_index: int
@@ -30,36 +23,27 @@ class SampleKey:
 
 
 def philox(*parts: int | str) -> np.random.Generator:
-    """Return a new Philox random number generator, keyed by the 128-bit blake2b digest of `parts`.
+    """Return a new Philox generator, keyed by the 128-bit blake2b digest of `parts` as JSON.
 
-    The digest is computed from `parts` as JSON. JSON distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1".
-    Python's ``hash`` is not used, because the values of ``hash`` change from process to process.
+    JSON distinguishes ("a", "bc") from ("ab", "c"), and 1 from "1". Python's ``hash`` changes from process to process.
     """
     digest = hashlib.blake2b(json.dumps(parts).encode("ascii"), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
-    """Return a new random number generator for one use of a sample in training.
+    """Return a new generator for one use of a sample. Generators for different purposes are independent.
 
-    Args:
-        seed: `train.seed`.
-        key: sample id, epoch, and repeat index (0, 1, ...), which distinguishes the uses of a sample in one epoch.
-        purpose: "noise", "sigma", "sigma_start", "first_frame", "cfg_dropout" or "dropout". Generators for different purposes are
-            independent.
+    `purpose` is "noise", "sigma", "sigma_start", "first_frame", "cfg_dropout" or "dropout".
     """
     return philox(seed, key.sample_id, key.repeat_index, key.epoch, purpose)
 
 
 def permutation(length: int, *parts: int | str) -> np.ndarray:
-    """Return a random permutation of the integers from 0 to length - 1 (int64) that depends only on the arguments.
+    """Return a random permutation of 0 to length - 1 (int64), keyed by `parts` as in `philox`.
 
-    The permutation is the order that sorts `length` random 64-bit integers of Philox. These integers are the same in
-    every numpy version. The result of numpy's ``Generator.permutation`` can change with the version.
-
-    Args:
-        length: number of integers.
-        parts: key of the random generator, as in `philox`, such as the seed and the epoch.
+    It is the order that sorts 64-bit integers of Philox. These are the same in every numpy version, unlike
+    ``Generator.permutation``.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

@@ -1,8 +1,7 @@
-"""Functions that draw, shift and weight noise levels (sigma).
+"""Draw, shift and weight noise levels (sigma).
 
-sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep
-that the model gets is 1000 * sigma. The functions on single values of sigma compute with Python floats (float64).
-`sample_sigma` rounds its result to fp32.
+sigma is the fraction of noise in x_t = (1 - sigma) * x0 + sigma * noise, where x0 is the clean sample. The timestep that the
+model gets is 1000 * sigma. Single values are Python floats (float64); `sample_sigma` rounds its result to fp32.
 """
 
 from __future__ import annotations
@@ -21,18 +20,13 @@ NUM_TRAIN_TIMESTEPS = 1000
 """Timestep of pure noise (sigma 1). Wan's sinusoidal timestep features expect timesteps from 0 to 1000."""
 
 BASE_TOKENS = 32760
-"""Number of tokens of a clip of 832 x 480 pixels and 81 frames.
-
-With `flow.shift_by_size`, the shift of a clip of this size is exactly `flow.flow_shift`.
-"""
+"""Tokens of a clip of 832 x 480 pixels and 81 frames. With `flow.shift_by_size`, its shift is exactly `flow.flow_shift`."""
 
 _NORMAL = NormalDist()
 
 
 def shift_sigma(sigma: float, shift: float) -> float:
-    """Shift a noise level: return shift * sigma / (1 + (shift - 1) * sigma).
-
-    A shift above 1 increases sigma, and a shift below 1 decreases sigma. The inverse is a shift by 1 / shift.
+    """Return shift * sigma / (1 + (shift - 1) * sigma). A shift above 1 increases sigma. The inverse is a shift by 1 / shift.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23.
     """
@@ -40,12 +34,10 @@ def shift_sigma(sigma: float, shift: float) -> float:
 
 
 def with_clip_shift(flow: FlowConfig, num_tokens: int) -> FlowConfig:
-    """Return a copy of `flow` whose `flow_shift` is the shift for a clip of `num_tokens` video tokens.
+    """Return a copy of `flow` with the shift for a clip of `num_tokens`: flow.flow_shift * sqrt(num_tokens / `BASE_TOKENS`).
 
-    The shift is flow.flow_shift * sqrt(num_tokens / `BASE_TOKENS`). If `flow.shift_by_size` is off, all clips have the
-    same shift, and `flow` is returned unchanged.
-
-    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23, where n is `BASE_TOKENS`.
+    If `flow.shift_by_size` is off, return `flow` unchanged. Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23 with n =
+    `BASE_TOKENS`.
     """
     if not flow.shift_by_size:
         return flow
@@ -59,23 +51,14 @@ def sample_sigma(
     high: float = 1.0,
     stratum: float | None = None,
 ) -> float:
-    """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
+    """Draw a noise level, rounded to fp32, from the recipe's distribution truncated to the range from `low` to `high`.
 
-    The distribution is a mixture of two parts: the distribution `flow.timestep_sampling` after the shift by
-    `flow.flow_shift`, and a uniform distribution, which is not shifted and has the weight `flow.mix_uniform`. The function
-    truncates the inverse CDF instead of rejecting draws outside the range, so every call takes exactly two numbers from
-    the generator.
+    The distribution mixes `flow.timestep_sampling` after the shift by `flow.flow_shift` with a uniform distribution of weight
+    `flow.mix_uniform`, which is not shifted. The inverse CDF is truncated instead of rejecting draws, so every call takes exactly
+    two numbers from the generator.
 
-    Args:
-        generator: source of two uniform numbers.
-        flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
-        low: smallest sigma, such as the boundary between two experts (DiTs).
-        high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: number from 0 to 1 that determines sigma. The two random numbers are then drawn, but not used. Numbers that are
-            spread evenly from 0 to 1 give sigmas with the distribution of the truncated mixture. With None, sigma is random.
-
-    Returns:
-        sigma in fp32, rounded so that it stays inside the range.
+    `high` itself is excluded unless it is 1, so that the ranges of two experts do not overlap. A `stratum` from 0 to 1 determines
+    sigma instead of the two random numbers; evenly spread strata give the distribution.
     """
     assert 0.0 <= low < high <= 1.0, f"low={low} and high={high} must satisfy 0 <= low < high <= 1"
     pick = generator.random()
@@ -96,17 +79,7 @@ def sample_sigma(
 
 
 def sigma_quantile(flow: FlowConfig, quantile: float, low: float = 0.0, high: float = 1.0) -> float:
-    """Return the noise level at a quantile of the distribution of `sample_sigma`: a draw is below this level with
-    probability `quantile`.
-
-    The noise level is rounded to fp32, and stays between `low` and `high`.
-
-    Args:
-        flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
-        quantile: probability between 0 and 1.
-        low: smallest sigma.
-        high: largest sigma.
-    """
+    """Return the noise level below which a draw of `sample_sigma` falls with probability `quantile`, rounded to fp32."""
     base_low = shift_sigma(low, 1.0 / flow.flow_shift)
 
     def mass(sigma: float) -> float:
@@ -122,18 +95,10 @@ def sigma_quantile(flow: FlowConfig, quantile: float, low: float = 0.0, high: fl
 
 
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
-    """Return the loss weight of each noise level, according to `flow.weighting`.
+    """Return the loss weight of each noise level, fp32 [S], according to `flow.weighting`.
 
-    "none": 1. "linear": 1 + flow_shift * sigma. "bell": c (g(sigma) - g(0)) with g(sigma) = exp(-2 (sigma - 1/2)^2).
-    The weight "bell" is 0 at sigma 0 and at sigma 1. The factor c makes the mean of "bell" over sigma from 0 to 1 equal
-    to 1.
-
-    Args:
-        sigmas: fp32 [S] for S samples.
-        flow: weighting and shift.
-
-    Returns:
-        fp32 [S].
+    "none": 1. "linear": 1 + flow_shift * sigma. "bell": c (g(sigma) - g(0)) with g(sigma) = exp(-2 (sigma - 1/2)^2), which is 0
+    at sigma 0 and 1; c makes the mean over sigma from 0 to 1 equal to 1.
     """
     if flow.weighting == "none":
         return torch.ones_like(sigmas)
@@ -145,9 +110,7 @@ def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
 
 
 def _mass(flow: FlowConfig, low: float, high: float) -> float:
-    """Return the probability that a sigma with the distribution `flow.timestep_sampling` is between `low` and `high`. The
-    shift by `flow.flow_shift` is not applied.
-    """
+    """Return the probability of a sigma between `low` and `high` in `flow.timestep_sampling`, before the shift."""
     if flow.timestep_sampling == "uniform":
         return high - low
     if flow.timestep_sampling == "logit_normal":
@@ -157,12 +120,10 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """Map `quantile`, a number from 0 to 1, to a sigma in [low, high]. The shift by `flow.flow_shift` is not applied.
+    """Map a quantile from 0 to 1 to a sigma in [low, high] of `flow.timestep_sampling`, before the shift.
 
-    Uniform random quantiles give sigmas with the distribution `flow.timestep_sampling`, truncated to [low, high]. In two
-    cases, sigma falls as `quantile` grows: for "mode", and for "logit_normal" if logit(low) > `flow.logit_mean`.
-
-    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
+    sigma falls as `quantile` grows for "mode", and for "logit_normal" if logit(low) > `flow.logit_mean`. Source: Esser et al.
+    2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
     if flow.timestep_sampling == "uniform":
         return low + (high - low) * quantile
@@ -180,10 +141,10 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 
 
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
-    """Return the z-scores of the logits of `low` and `high` in the logit-normal distribution.
+    """Return the z-scores of the logits of `low` and `high`, (logit - flow.logit_mean) / flow.logit_std.
 
-    The z-score is (logit - flow.logit_mean) / flow.logit_std. If both logits are above the mean, return (-z-score of `high`,
-    -z-score of `low`) instead. The normal CDF is then near 0, where float64 is more precise than near 1.
+    If both logits are above the mean, return (-z of `high`, -z of `low`): the normal CDF is then near 0, where float64 is more
+    precise than near 1.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])
@@ -200,18 +161,15 @@ def _logit(value: float) -> float:
 
 
 def _mode(uniform: float, scale: float) -> float:
-    """Map `uniform` in [0, 1] to sigma, for `flow.timestep_sampling: mode`.
+    """Map `uniform` in [0, 1] to a sigma that falls from 1 to 0, for `flow.timestep_sampling: mode`.
 
-    Sigma falls from 1 to 0 as `uniform` grows. If scale > 0, sigma falls most slowly at `uniform` = 0.5.
+    If scale > 0, sigma falls most slowly at `uniform` = 0.5.
     """
     return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
 
 
 def _mode_inverse(value: float, scale: float) -> float:
-    """Invert `_mode`, which maps a uniform number in [0, 1] to a sigma: return the number for the sigma `value`.
-
-    The inverse has no closed form.
-    """
+    """Invert `_mode`, which has no inverse in closed form."""
     left, right = _bisect(lambda uniform: _mode(uniform, scale) > value, 0.0, 1.0)
     return 0.5 * (left + right)
 
@@ -224,13 +182,9 @@ def _bisect(is_below: Callable[[float], bool], left: float, right: float) -> tup
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round sigma to fp32, so that the rounded sigma stays in the range from `low` to `high`.
+    """Round sigma to fp32 so that sigma and the fp32 timestep 1000 * sigma stay in the range, without `high` unless it is 1.
 
-    The fp32 timestep 1000 * sigma also stays in the range from 1000 * `low` to 1000 * `high`. `high` itself is excluded from
-    the range unless `high` is 1.
-
-    In a model with two experts (DiTs), `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
-    the range of the other expert.
+    Ordinary rounding could move a sample into the range of the other expert.
     """
     value = np.float32(min(max(sigma, low), high))
     up = np.float32(2.0)

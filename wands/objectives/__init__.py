@@ -1,1 +1,1 @@
-"""Objectives: what a training step computes from the clips of a bin, and what it calls its loss."""
+"""Objectives: inputs, targets and loss of a training step."""

@@ -21,11 +21,6 @@ class FlowMatching(Objective):
     """Weighted mean of the squared errors of the predicted velocity.
 
     To change only how errors are measured, override `token_errors`. To add a term, override `loss`.
-
-    Attributes:
-        flow: `flow` section of the recipe: the distribution and the weights of the noise levels.
-        reduction: `loss.reduction` of the recipe, "sample" or "token".
-        seed: `train.seed` of the recipe.
     """
 
     name = "flow_matching"
@@ -72,13 +67,7 @@ class FlowMatching(Objective):
         return self.weighted_sum(errors, part, noisy)
 
     def weighted_sum(self, token_errors: Tensor, part: RankSlice, noisy: NoisyBatch) -> Loss:
-        """Return the sum of the errors of the trained tokens, with the weights of masks, samples and noise levels.
-
-        Args:
-            token_errors: errors of the tokens `noisy.trained`.
-            part: this rank's part of the bin.
-            noisy: result of `prepare`.
-        """
+        """Return the sum of the errors of the tokens `noisy.trained`, with the weights of masks, samples and noise levels."""
         rows = noisy.trained
         of_sigmas = sigma_weight(noisy.sigmas, self.flow)
         weights = loss_weights(part.trained_lens, part.weights, of_sigmas, self.reduction)
@@ -93,10 +82,5 @@ class FlowMatching(Objective):
         return weighted_sum(errors, part.meta.segment_ids[rows], part.weights, part.token_weights[rows])[1]
 
     def token_errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return the error of each token, [L].
-
-        Args:
-            prediction: [L, P], predicted velocity of L tokens with P channels, in any float dtype.
-            target: fp32 or fp64 [L, P], target velocity.
-        """
+        """Return the error of each token, [L], of a prediction [L, P] in any float dtype and a target [L, P] in fp32 or fp64."""
         return squared_errors(prediction, target)

@@ -1,4 +1,4 @@
-"""The interface of an objective: inputs and targets of a step, its loss, its held-out loss, and what the planner must know.
+"""Interface of an objective: inputs and targets of a step, its loss, its held-out loss, and facts for the planner.
 
 Letters: N clips of the data, S samples of a bin, L tokens of a rank.
 """
@@ -34,8 +34,8 @@ class ClipFacts:
 
     Attributes:
         grids: int64 [N, 3], number of tokens along (frame, row, column).
-        trained_tokens: float64 [N], sum of the token weights in the loss: without tokens that a mask leaves out, and without
-            a first frame that is given to the model. For clips that are only planned, its expected value.
+        trained_tokens: float64 [N], sum of the token weights in the loss, without a first frame that is given to the model. For
+            clips that are only planned, its expected value.
     """
 
     grids: np.ndarray
@@ -75,8 +75,8 @@ class Loss(NamedTuple):
 
     Attributes:
         total: weighted sum over this rank's tokens, a scalar with gradient. wands divides it by `Schedule.denominator`.
-        errors: [S] without gradient: for each sample, the sum of (error * token weight) over this rank's tokens. The sum over
-            the ranks of a context-parallel group, divided by `RankSlice.trained_lens`, is the sample's error in the logs.
+        errors: [S] without gradient, the sum of (error * token weight) over this rank's tokens of each sample. The sum over the
+            context-parallel group, divided by `RankSlice.trained_lens`, is the sample's error in the logs.
     """
 
     total: Tensor
@@ -86,10 +86,9 @@ class Loss(NamedTuple):
 class Objective(ABC):
     """Inputs, targets and loss of a training step.
 
-    Pass a child of this class, or of `FlowMatching`, as `wands.Trainer(objective=...)`.
-
-    Random numbers come from `wands.flow.rng.rng(seed, key, purpose)` with a key of `RankSlice.keys`. The results then do not
-    depend on the ranks, the packing or a restart.
+    Pass a child of this class, or of `FlowMatching`, as `wands.Trainer(objective=...)`. Take random numbers from
+    `wands.flow.rng.rng(seed, key, purpose)` with a key of `RankSlice.keys`, so that results do not depend on the ranks, the
+    packing or a restart.
 
     Attributes:
         name: name in checkpoints. A run can be resumed only with an objective of the same name and version.
@@ -102,7 +101,7 @@ class Objective(ABC):
     forwards: Forwards = Forwards()
 
     def setup(self, recipe: Recipe, variant: Variant) -> None:  # noqa: B027
-        """Take settings from the recipe. wands calls this method once, before anything is planned.
+        """Take settings from the recipe, once, before anything is planned.
 
         Raises:
             ConfigError: if the recipe or the model does not fit the objective.
@@ -117,17 +116,15 @@ class Objective(ABC):
     def weights(self, clips: ClipFacts) -> np.ndarray:
         """Return the weight of each clip in the loss, float64 [N].
 
-        The loss of a step is divided by the mean sum of these weights in a step of the epoch. The logged loss is divided by
-        their sum in the step.
+        The loss of a step is divided by the mean sum of these weights in a step of the epoch; the logged loss by their sum in the
+        step.
         """
 
     @abstractmethod
     def prepare(self, part: RankSlice, expert: Expert) -> Prepared:
         """Return the inputs and targets of a bin, in host memory. A thread calls this method while the device computes.
 
-        Args:
-            part: this rank's part of the bin. `part.tokens`, the clean tokens, are not sent to the device.
-            expert: the DiT that is trained. Its noise levels are in `expert.sigma_range`.
+        The clean tokens `part.tokens` are not sent to the device. The DiT's noise levels are in `expert.sigma_range`.
         """
 
     @abstractmethod
@@ -136,39 +133,27 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, model: Model, part: RankSlice, prepared: Prepared) -> Loss:
-        """Return the loss of a bin on this rank.
+        """Return the loss of a bin on this rank. `part`, without clean tokens, and `prepared` are on the device.
 
         Every rank must call the model equally often, also for a bin whose only sample is a padding sample of weight 0.
-
-        Args:
-            model: engine of the DiT.
-            part: this rank's part of the bin, on the device, without clean tokens.
-            prepared: result of `prepare`, on the device.
         """
 
     @abstractmethod
     def evaluate(self, model: Model, part: RankSlice, prepared: Prepared) -> Tensor:
         """Return the held-out errors of a bin, as `Loss.errors`, without the weights of samples and noise levels.
 
-        Args:
-            model: the DiT, without gradient and dropout.
-            part: this rank's part of the bin, on the device, without clean tokens.
-            prepared: result of `prepare_at`, on the device.
+        The model has no gradient and no dropout. `prepared` is the result of `prepare_at`.
         """
 
     def after_step(self, engines: Mapping[str, Any]) -> None:  # noqa: B027
-        """Act after an optimizer step, for example to update a state. Every rank calls this method.
-
-        Args:
-            engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        """
+        """Act after an optimizer step, on every rank. `engines` maps the subfolder of each DiT to its DeepSpeed engine."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state to store in checkpoints, equal on every rank. Each tensor has at least one dimension."""
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the state of a checkpoint, which `state_dict` returned. The tensors are in host memory."""
+        """Restore the result of `state_dict` from a checkpoint. The tensors are in host memory."""
         if state:
             raise ValueError(
                 f"the objective {self.name} has no state, but the checkpoint has {sorted(state)}"

@@ -1,8 +1,8 @@
 """Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the speeds of kernels.
 
-Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is the bandwidth that collectives reach
-for one GPU and one direction. The speeds of kernels are typical fractions of the peak FLOP/s and of the memory bandwidth in the
-data sheet. `wands calibrate` measures the speeds of kernels and writes them to a file. `with_measurements` reads this file.
+Peaks and memory sizes are from the vendors' data sheets. Link bandwidths are those that collectives reach for one GPU and one
+direction. Kernel speeds are typical fractions of the data sheet, or measured by `wands calibrate`, whose file `with_measurements`
+reads.
 """
 
 from __future__ import annotations
@@ -43,23 +43,20 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU, its node and its links to other GPUs.
+    """One GPU, its node and its links to other GPUs. Memory is in bytes, bandwidths are in bytes/s.
 
     Attributes:
         name: name of the GPU, printed in reports.
-        memory: memory of one GPU in bytes.
         peak: highest dense bf16 FLOP/s of one GPU.
-        node_bandwidth: bandwidth from one GPU to the other GPUs of its node, in bytes/s.
-        network_bandwidth: bandwidth of one GPU's network card, in bytes/s.
-        ranks_per_node: number of GPUs in a node.
-        host_memory: host memory of a node in bytes.
-        host_bandwidth: bandwidth between one GPU and the host, while all GPUs of the node copy, in bytes/s.
+        node_bandwidth: bandwidth from one GPU to the other GPUs of its node.
+        network_bandwidth: bandwidth of one GPU's network card.
+        host_memory: host memory of a node.
+        host_bandwidth: bandwidth between one GPU and the host, while all GPUs of the node copy.
         linear_flops: FLOP/s of large matrix products in bf16.
-        attention_flops: maps the name of an attention kernel to (FLOP/s of its forward pass, FLOP/s of its backward pass).
-        copy_bandwidth: bytes per second that the GPU reads and writes in its own memory. A copy of n bytes counts as 2 n
-            bytes.
+        attention_flops: maps each attention kernel to (FLOP/s of its forward pass, FLOP/s of its backward pass).
+        copy_bandwidth: bandwidth of the GPU in its own memory, where a copy of n bytes counts as 2 n.
         launch_seconds: seconds that the host needs to start one kernel.
-        source: where the speeds of kernels are from: "the data sheet" or a file.
+        source: "the data sheet", or the file with the measured speeds.
     """
 
     name: str = "H100 80 GB"
@@ -79,11 +76,7 @@ class Machine:
     source: str = "the data sheet"
 
     def attention_speeds(self, backend: str = "auto") -> Sequence[float]:
-        """Return the FLOP/s of an attention kernel: (forward pass, backward pass).
-
-        Args:
-            backend: name of a kernel in `attention_flops`. For any other name, such as "auto", the fastest kernel is used.
-        """
+        """Return the FLOP/s of both passes of an attention kernel; of the fastest one for an unknown name, such as "auto"."""
         fastest = min(self.attention_flops.values(), key=lambda speeds: 1 / speeds[0] + 2.5 / speeds[1])
         return self.attention_flops.get(backend, fastest)
 
@@ -94,19 +87,15 @@ class Machine:
     def world_bandwidth(self, gpus: int, num_groups: int = 1) -> float:
         """Return the bandwidth of each rank in an all-gather over all `gpus` ranks, in bytes/s.
 
-        On one node, the result is `node_bandwidth`. On several nodes, the network cards of a node share the transfers to the
-        node. The result is then the smaller of two numbers: `node_bandwidth`, and `network_bandwidth` x `ranks_per_node`.
-
-        Args:
-            gpus: number of ranks.
-            num_groups: number of groups, each with ranks on every node, that gather different data at the same time.
+        Between nodes, the network cards of a node share the transfers, and `num_groups` groups with ranks on every node gather
+        different data at the same time.
         """
         cards = max(self.ranks_per_node / num_groups, 1) * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
 
 
 def peak_tflops(gpu: str) -> float | None:
-    """Return the dense bf16 peak in TFLOP/s of the GPU with this name, or None if the peak is unknown."""
+    """Return the dense bf16 peak in TFLOP/s of the GPU with this name, or None if it is unknown."""
     return next((peak for key, peak in PEAK_TFLOPS.items() if key in gpu), None)
 
 
@@ -128,13 +117,8 @@ _BLACKWELL = {name: fractions for name, fractions in _HOPPER.items() if name != 
 def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], **numbers: Any) -> Machine:
     """Return a machine with the numbers of a data sheet.
 
-    Args:
-        gpu: name of the GPU. The name must contain a key of `PEAK_TFLOPS`, such as "A6000" in "RTX A6000".
-        memory: memory of the GPU in GB.
-        bandwidth: bandwidth of this memory in GB/s.
-        fractions: maps the name of an attention kernel to the fractions of the peak FLOP/s that the kernel reaches:
-            (forward pass, backward pass).
-        numbers: other attributes of `Machine`.
+    `memory` is in GB, `bandwidth` (of this memory) in GB/s. `fractions` are the parts of the peak that both passes of each
+    attention kernel reach. The name must contain a key of `PEAK_TFLOPS`, such as "A6000" in "RTX A6000".
     """
     peak = (peak_tflops(gpu) or 0.0) * TERA
     attention = {name: (forward * peak, backward * peak) for name, (forward, backward) in fractions.items()}
@@ -160,13 +144,7 @@ MACHINES = {
 def machine_named(
     name: str, *, gpu_memory: float | None, gpus_per_node: int | None, **own: float | None
 ) -> Machine:
-    """Return a copy of a machine in `MACHINES` with the user's numbers. If an argument is None, the machine's number is kept.
-
-    Args:
-        name: key in `MACHINES`.
-        gpu_memory: memory of one GPU in GB.
-        gpus_per_node: number of GPUs in a node.
-        own: other attributes of `Machine`: host_memory of a node in GB, node_bandwidth and network_bandwidth of a GPU in GB/s.
+    """Return a copy of a machine in `MACHINES` with the user's numbers in GB and GB/s. None keeps the machine's number.
 
     Raises:
         ConfigError: if `MACHINES` has no machine with this name.
@@ -185,11 +163,9 @@ def machine_named(
 
 
 def measurement_file(device: str) -> Path:
-    """Return the path of the file with the measured speeds of a device, in the user's cache folder.
+    """Return the path of the file with a device's measured speeds, in the user's cache folder.
 
-    Args:
-        device: name of the device. All names of one GPU type (key of `PEAK_TFLOPS`), such as "NVIDIA H200" and
-            "H200 141 GB", have the same file.
+    All names of one GPU type, such as "NVIDIA H200" and "H200 141 GB", have the same file.
     """
     kind = next((key for key in PEAK_TFLOPS if key in device), device)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wands" / "hardware"
@@ -197,12 +173,9 @@ def measurement_file(device: str) -> Path:
 
 
 def with_measurements(machine: Machine, path: Path | None) -> Machine:
-    """Replace the data-sheet speeds of a machine with the speeds that `wands calibrate` measured, and return the new machine.
+    """Return the machine with the speeds that `wands calibrate` measured instead of those of the data sheet.
 
-    Args:
-        machine: machine with the speeds of its data sheet.
-        path: file that `wands calibrate` wrote. None means the file in the user's cache folder (see `measurement_file`).
-            With None and no such file, the machine is returned unchanged.
+    Without a path, use `measurement_file`, and return the machine unchanged if this file does not exist.
 
     Raises:
         ConfigError: if the file cannot be read, or was measured on another kind of GPU.

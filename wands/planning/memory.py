@@ -1,11 +1,9 @@
 """Predict the memory of each rank before a run starts.
 
-The peak of a step is at one of two moments. The first is the backward pass of a block, with activations and with the
-gradients computed so far. The second is the optimizer's update, with all gradients and without activations. A run that
-samples videos has two more moments: the forward pass of a video, and the decoding of its latents. For each moment, the
-prediction adds up the tensors that DeepSpeed and the model keep. The predicted peak is the largest sum.
-
-tests/distributed/planning/test_memory.py compares the prediction with measured peaks.
+The prediction adds up the tensors that DeepSpeed and the model keep at each moment that can be the peak: the backward pass of a
+block, with activations and the gradients so far; the optimizer's update, with all gradients and no activations; and with sample
+videos, the forward pass of a video and the decoding of its latents. The largest sum is the predicted peak.
+tests/distributed/planning/test_memory.py compares it with measured peaks.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from wands.planning.workload import Workload
 FP32 = 4
 BF16 = 2
 FP8 = 1
-"""Bytes of one fp32 value, and bytes of one bf16 value."""
+"""Bytes of one value in fp32, bf16 and fp8."""
 MARGIN = 1.06
-"""Factor by which the predicted bytes are multiplied, to allow for rounding and fragmentation in the memory allocator."""
+"""Factor on the predicted bytes, for rounding and fragmentation in the memory allocator."""
 CUDA_CONTEXT = 1.0 * 2**30
 """Bytes of GPU memory that CUDA and its libraries use before the first tensor is allocated."""
 NCCL_COMMUNICATOR = 0.4 * 2**30
@@ -36,12 +34,7 @@ _MAX_LIVE_PARAMETERS = 1e9
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted memory of one rank in bytes.
-
-    Attributes:
-        device: maps a component, such as "weights" or "activations", to its bytes on the device at the peak of the run.
-        host: maps a component to the bytes that this component uses in host memory.
-    """
+    """Predicted bytes of each component of one rank, such as "activations": on the device at the peak, and on the host."""
 
     device: dict[str, float]
     host: dict[str, float]
@@ -53,9 +46,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes of device memory that one rank needs: all tensors at the peak of the run, and a margin for rounding and
-        fragmentation in the allocator.
-        """
+        """Bytes of device memory that one rank needs: the peak with `MARGIN`."""
         return self.peak * MARGIN
 
 
@@ -65,11 +56,11 @@ def to_gib(size: float) -> str:
 
 
 def reserved_memory(workload: Workload) -> float:
-    """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL.
+    """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL. 0 on CPUs.
 
-    Each communicator of NCCL has buffers. There is one communicator for all ranks, one for a context-parallel group, one for
-    Ulysses, and two for the ring: one for keys and values, and one for their gradients. Tensor parallelism has one, and another
-    for the ranks with the same part of the weights. A group of one rank has no communicator. The result is 0 on CPUs.
+    There are communicators for all ranks, the context-parallel group, Ulysses, the ring (two: keys and values, and their
+    gradients), and with tensor parallelism for its group and for the ranks with the same part of the weights. A group of one rank
+    has none.
     """
     if workload.device_type == "cpu":
         return 0.0
@@ -80,7 +71,7 @@ def reserved_memory(workload: Workload) -> float:
 
 
 def estimate_memory(workload: Workload) -> Memory:
-    """Predict the memory of one rank at the peak of a run. The peak is in a training step, or while the run samples videos."""
+    """Predict the memory of one rank at the peak of a run, in a training step or while it samples videos."""
     states = _States(workload)
     activations = Activations(workload)
     moments = [states.during_update()]
@@ -94,11 +85,7 @@ def estimate_memory(workload: Workload) -> Memory:
 
 
 def checkpoint_bytes(workload: Workload) -> int:
-    """Return the bytes of a checkpoint of a run, summed over all ranks.
-
-    A checkpoint contains the weights. Depending on the recipe, it also contains their moving average and the optimizer
-    states. A LoRA run saves no frozen weights.
-    """
+    """Return the bytes of a checkpoint, summed over all ranks. A LoRA run saves no frozen weights."""
     recipe = workload.recipe
     num_trained = workload.trained
     trained = [(weight.name, weight.shape) for weight in workload.weights if weight.trained]
@@ -110,11 +97,7 @@ def checkpoint_bytes(workload: Workload) -> int:
 
 
 class _States:
-    """Memory of weights, gradients and optimizer states on one rank. All sizes are in bytes.
-
-    Args:
-        workload: model, recipe, DeepSpeed config and number of ranks of the run.
-    """
+    """Bytes of weights, gradients and optimizer states on one rank."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -156,15 +139,10 @@ class _States:
         self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
-        """Return the bytes of each component, such as "gradients", on the device during the backward pass. Activations are not
-        included.
+        """Return the bytes of each component on the device during the backward pass, without activations.
 
-        If an optimizer step has several micro steps (forward and backward passes), all gradients are counted. With a single
-        micro step, the ZeRO stage decides. Stages 0 and 1 count only the gradients of finished blocks. Stage 2 counts all
-        gradients as soon as one block has finished. Stage 3 always counts all gradients.
-
-        Args:
-            blocks_left: number of blocks whose backward pass has not finished.
+        With several micro steps, all gradients count. With one, stages 0 and 1 count the gradients of finished blocks, stage 2
+        all gradients as soon as one block has finished, and stage 3 all gradients. `blocks_left` blocks have not finished.
         """
         workload = self.workload
         held = self._during_step()
@@ -179,7 +157,7 @@ class _States:
         return held
 
     def during_update(self) -> dict[str, float]:
-        """Return the device bytes of each component, such as "gradients", during the optimizer's update, without activations."""
+        """Return the bytes of each component on the device during the optimizer's update, without activations."""
         held = self._during_step()
         held["gradients"] += self.gradients
         if self.stage and not self.optimizer_away:
@@ -191,18 +169,15 @@ class _States:
         return held
 
     def during_samples(self, forward: float) -> list[dict[str, float]]:
-        """Return the bytes of each component, such as "gradients", on the device at two moments of sampling a video.
+        """Return the bytes of each component on the device during the DiT's forward pass, and during the decoding by the VAE.
 
-        The first dict is for a forward pass of the DiT. The second dict is for the decoding of the latents by the VAE.
-
-        Args:
-            forward: peak bytes of the DiT's activations in the forward pass.
+        `forward` is the peak of the DiT's activations.
         """
         held = self._during_step() | {"gathered weights": self.gathered, "samples": forward}
         return [held, held | {"gathered weights": self.persistent, "samples": self.workload.decoding_bytes}]
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes that each component of this rank, such as "optimizer" or "checkpoint copy", uses in host memory."""
+        """Return the bytes of each component of this rank in host memory."""
         models = self.workload.num_models
         host = {}
         if self.optimizer_away:
@@ -229,7 +204,7 @@ class _States:
         return host
 
     def _during_step(self) -> dict[str, float]:
-        """Return the bytes of each component, such as "weights", that stay on the device from the start of a step to its end."""
+        """Return the bytes of each component that stay on the device from the start of a step to its end."""
         models = self.workload.num_models
         held = defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
@@ -255,11 +230,7 @@ class _States:
 
 
 class Activations:
-    """Predicted bytes of one rank's activations: on the device during training and during sampling, and on the host.
-
-    Args:
-        workload: sizes of the run.
-    """
+    """Predicted bytes of one rank's activations: on the device during training and during sampling, and on the host."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -282,10 +253,7 @@ class Activations:
         self._keeps_parameters_only = self._quantize != "none" or self._fp8
 
     def moments(self) -> Iterator[tuple[int, float]]:
-        """Yield (number of the block, peak bytes of activations during the block's backward pass) for each block.
-
-        The order is the order of the backward pass: the last block comes first. Block 1 comes last.
-        """
+        """Yield (number of the block, peak bytes of activations in its backward pass), from the last block to block 1."""
         shape = self.shape
         tokens = self.tokens
         block = self._block()
@@ -317,7 +285,7 @@ class Activations:
     def without_gradients(self) -> float:
         """Return the peak bytes of activations on the device while a DiT generates the run's longest sample video.
 
-        Sampling needs no gradients, so only the activations of one layer exist at a time.
+        Without gradients, only the activations of one layer exist at a time.
         """
         shape = self.shape
         narrow = self.narrow
@@ -328,7 +296,7 @@ class Activations:
         return tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of each component in host memory: offloaded activations, and the data of prefetched steps."""
+        """Return the bytes in host memory of offloaded activations and of the data of prefetched steps."""
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
         shape = self.shape
         # A DiT has separate noisy tokens and targets. Every rank has the text of all samples.
@@ -339,11 +307,10 @@ class Activations:
         return {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the bytes of device memory for the tensors that checkpointed blocks saved in the forward pass.
+        """Return the device bytes of the tensors that checkpointed blocks saved in the forward pass.
 
-        Args:
-            left: number of checkpointed blocks whose backward pass has not ended. One of these blocks is being recomputed. Its
-                recomputed activations are not included in the result.
+        The backward pass of `left` such blocks has not ended. One of them is being recomputed; its recomputed activations do not
+        count.
         """
         model = self.recipe.model
         on_host = [self._named(name) for name in model.kept_on_host]
@@ -353,7 +320,7 @@ class Activations:
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
-        """Return the bytes of the activation `name` of one block. `wands.model.checkpointing` lists the names of activations."""
+        """Return the bytes of the activation `name`, see `wands.model.checkpointing`, of one block."""
         shape = self.shape
         exchanged = self.workload.ulysses_degree > 1
         rows = {
@@ -365,9 +332,7 @@ class Activations:
         return self.tokens * rows.get(name, self.narrow * self.own_dim)
 
     def _block(self) -> float:
-        """Return the bytes that the forward pass of one block keeps for the backward pass.
-
-        A block keeps these tensors (see `PackedWanBlock.forward`):
+        """Return the bytes that the forward pass of one block keeps for the backward pass (see `PackedWanBlock.forward`).
 
         - in fp32: the inputs of the block's three norms, and of the norms of queries and keys.
         - in the compute dtype: the tensors that self-attention and cross-attention save, and the inputs of linear layers. The
@@ -413,10 +378,9 @@ class Activations:
         return row * self.tokens + context + self._copies()
 
     def _copies(self) -> float:
-        """Return the bytes of the bf16 copies that autocast makes of a block's fp32 weights.
+        """Return the bytes of the bf16 copies that autocast makes of a block's fp32 weights for the backward pass.
 
-        The backward pass needs these copies. Under ZeRO-3 the result is 0, because DeepSpeed's linear layer keeps a reference
-        to the weight and no copy.
+        Under ZeRO-3 there are none: DeepSpeed's linear layer keeps a reference to the weight.
         """
         shape = self.shape
         precision = self.recipe.precision

@@ -10,10 +10,7 @@ from wands.variants import Variant
 
 
 def sampling_load(requests: Sequence[SampleRequest], variant: Variant) -> dict[str, Any]:
-    """Return the tokens, FLOPs and memory that the sample videos of a run need, as keyword arguments of `Workload`.
-
-    `Workload` is the input of the predictions of memory and time. Without sample videos, return {}.
-    """
+    """Return the tokens, FLOPs and memory of a run's sample videos, as keyword arguments of `Workload`; {} without videos."""
     if not requests:
         return {}
     # Tensors of the published VAEs while they decode in fp32, a few frames at a time. The pixels of all frames stay.

@@ -1,10 +1,8 @@
-"""Search for settings with which a run fits a machine, and sort the settings by predicted speed.
+"""Search for settings with which a run fits a machine, and sort them by predicted speed.
 
 The settings are the DeepSpeed config, the context-parallel degrees, the activation checkpointing, the swapped blocks of a LoRA's
-base and the bin size. A bin
-holds the clips of one forward pass. A combination of settings is checked with the functions that a run uses:
-`build_ds_config`, `choose_degrees` and `estimate_memory`. The search therefore accepts exactly the combinations that a
-run accepts. `predict` gives the speed of a combination.
+base and the bin size. Each combination is checked with the functions of a run, `build_ds_config`, `choose_degrees` and
+`estimate_memory`, so the search accepts exactly what a run accepts. `predict` gives the speed.
 """
 
 from __future__ import annotations
@@ -33,23 +31,22 @@ from wands.planning.workload import Workload
 CHECKPOINTING = ("none", "selective", "offload", "full")
 TENSOR_DEGREES = (2, 4, 8)
 SHIPPED = ("zero2", "zero3", "zero3_offload")
-"""Names of the files in ds_configs/ that the search tries, from the fastest config to the config with the least GPU memory."""
+"""Files in ds_configs/ that the search tries, from the fastest config to the config with the least GPU memory."""
 OFFLOADED = {"optimizer", "weights", "activations"}
 """Components that a run can move from the device to host memory."""
 HOST_SHARE = 0.9
-"""Fraction of a node's host memory that the ranks of the node may use for offloaded tensors."""
+"""Fraction of a node's host memory that its ranks may use for offloaded tensors."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Training run for which the search looks for settings, and the machine that the run must fit.
+    """Training run for which the search looks for settings, and the machine that it must fit.
 
     Attributes:
-        workload: model and current settings of the run. The search tries other values for the DeepSpeed config, the
-            parallel degrees, the activation checkpointing and the size of the bins (packed sequences).
-        seq_lens: number of tokens of each clip in the data, int64 [N] for N clips.
+        workload: model and current settings of the run.
+        seq_lens: number of tokens of each clip in the data, int64 [N].
         machine: GPUs and links.
-        ds_configs: maps the name of each DeepSpeed JSON that the search tries to the contents of this JSON.
+        ds_configs: the DeepSpeed JSONs to try, by name.
     """
 
     workload: Workload
@@ -59,25 +56,19 @@ class Task:
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of ranks on each node."""
         return min(self.workload.world_size, self.machine.ranks_per_node)
 
     @cached_property
     def by_length(self) -> np.ndarray:
-        """Number of tokens of each clip, in ascending order, int64 [N] for N clips."""
+        """Number of tokens of each clip, int64 [N], in ascending order."""
         return np.sort(self.seq_lens)
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest clip."""
         return int(self.by_length[-1])
 
     def full_bin(self, max_tokens: int) -> list[int]:
-        """Return the clip lengths, in tokens, of a typical full bin with at most `max_tokens` tokens.
-
-        A bin holds the clips of one forward pass. The returned bin contains the longest clip, and other clips from the
-        whole range of lengths in the data.
-        """
+        """Return the clip lengths of a typical full bin: the longest clip, and others from the whole range of lengths."""
         spread = np.linspace(len(self.by_length) - 1, 0, 64).astype(np.int64)
         lens: list[int] = []
         for length in self.by_length[spread].tolist() * (max_tokens // max(int(self.by_length[0]), 1) + 1):
@@ -88,11 +79,7 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return an estimate of the largest number of clips in a bin with at most `max_tokens` tokens.
-
-        A bin holds the clips of one forward pass. The estimate is `max_tokens` divided by the mean length of the shortest
-        50 % of all clips.
-        """
+        """Estimate the largest number of clips in a bin: `max_tokens` / the mean length of the shorter half of the clips."""
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
 
@@ -104,7 +91,7 @@ class Candidate:
     Attributes:
         task: the run and the machine.
         ds_name: name of the DeepSpeed JSON in `task.ds_configs`.
-        workload: sizes that determine memory and step time: `task.workload` with the settings of this combination.
+        workload: `task.workload` with the settings of this combination.
     """
 
     task: Task
@@ -113,7 +100,6 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Predicted memory of one rank with this combination of settings."""
         return estimate_memory(self.workload)
 
     @property
@@ -128,14 +114,14 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the device memory and the host memory of the machine are large enough for these settings."""
+        """Whether the device memory and the host memory of the machine are large enough."""
         if self.workload.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.usable
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
         return fits_host and self.memory.needed <= self.usable
 
     def describe_memory(self) -> str:
-        """Return a text with the memory that a run with these settings needs, and the memory that the machine has."""
+        """Return a text with the memory that a run needs, and the memory that the machine has."""
         machine = self.task.machine
         host = ""
         if self.host:
@@ -146,12 +132,11 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Predicted time of an optimizer step that trains one DiT with these settings."""
         lens = self.task.full_bin(self.workload.recipe.packing.max_tokens)
         return predict(self.workload, self.task.machine, lens)
 
     def changes(self) -> list[str]:
-        """Return the recipe keys that this combination of settings changes, as ``key=value`` strings with the new values."""
+        """Return the recipe keys that this combination changes, as ``key=value`` strings with the new values."""
         recipes = self.task.workload.recipe.model_dump(), self.workload.recipe.model_dump()
         return [f"{key}={'null' if new is None else new}" for key, _, new in differences(*recipes)]
 
@@ -162,19 +147,15 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted number of video tokens per second over all GPUs. A token that two DiTs train on counts once."""
+        """Predicted video tokens per second over all GPUs. A token that two DiTs train on counts once."""
         tokens = self.workload.recipe.train.bins_per_step * sum(self.prediction.plan.seq_lens)
         return tokens / self.seconds
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """Return a `Machine` with the total GPU memory and the available host memory of the machine that runs this process.
+    """Return a `Machine` with the total GPU memory and the available host memory of this machine.
 
-    Use the result only to predict memory: its bandwidths and FLOP/s are the defaults of `Machine`.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        ranks_per_node: number of processes that share the memory of this host.
+    Use it only to predict memory: its bandwidths and FLOP/s are the defaults of `Machine`.
     """
     import psutil
 
@@ -191,15 +172,9 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
 
 
 def check_memory(task: Task, ds_name: str) -> str | None:
-    """Check whether a run fits a machine. If the run does not fit, find a change of settings that makes the run fit.
+    """Return None if a run with the DeepSpeed JSON `ds_name` fits the machine, else a text with the memory it needs and a fix.
 
-    Args:
-        task: the run and the machine. `task.ds_configs` contains the DeepSpeed JSONs that may be suggested.
-        ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
-
-    Returns:
-        None if the run fits. Otherwise a text with two parts: the memory that the run needs, and the change of settings. If
-        no change is enough, the second part suggests other GPUs, smaller clips or a LoRA.
+    The fix is a change of settings with which the run fits, or other GPUs, smaller clips or a LoRA.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
@@ -211,10 +186,6 @@ def settle_swapping(task: Task, ds_name: str) -> int:
     """Return the number of blocks to swap for `model.swap_blocks: auto`: the smallest with which the run fits the machine.
 
     If no number is enough, all blocks that may be swapped are.
-
-    Args:
-        task: the run and the machine.
-        ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
     """
     run = _swap_less(Candidate(task, ds_name, task.workload))
     return run.workload.recipe.model.num_swapped(run.workload.shape.num_layers)
@@ -223,14 +194,12 @@ def settle_swapping(task: Task, ds_name: str) -> int:
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings with which the run fits the machine, sorted by `_sort_key`, the fastest first.
 
-    A combination consists of a DeepSpeed JSON, a number of context-parallel ranks and a kind of activation checkpointing. If
-    no valid combination fits, the list is empty.
-
-    A bin holds the clips of one forward pass. If a combination does not fit with the recipe's bin size, the search uses a
-    smaller bin size, close to the largest size that fits. A bin always has space for the longest clip.
+    A combination consists of a DeepSpeed JSON, a number of context-parallel ranks, a kind of activation checkpointing and swapped
+    blocks. If it does not fit with the recipe's bin size, a smaller one is used that has space for the longest clip and is close
+    to the largest that fits. The list is empty if no valid combination fits.
 
     Raises:
-        ConfigError: if every combination is invalid. The message is the reason why the first combination is invalid.
+        ConfigError: if every combination is invalid, with the reason of the first.
     """
     candidates: list[Candidate | None] = []
     errors = []
@@ -256,7 +225,7 @@ def _swap_settings(recipe: Recipe) -> tuple[int | str, ...]:
 
 
 def _swap_less(candidate: Candidate) -> Candidate:
-    """Return a copy of a candidate with the fewest swapped blocks that the machine's memory allows, if the number is "auto"."""
+    """Return a copy of a candidate with the fewest swapped blocks that the memory allows, if the number is "auto"."""
     if candidate.workload.recipe.model.swap_blocks != "auto":
         return candidate
     most = candidate.workload.recipe.model.num_swapped(candidate.workload.shape.num_layers)
@@ -275,13 +244,9 @@ def _with_model(candidate: Candidate, key: str, value: int) -> Candidate:
 
 
 def fastest_with_tensor(task: Task, max_tokens: int) -> Candidate | None:
-    """Return the fastest settings with tensor parallelism and bins of a given size, or None if none of them fits the machine.
+    """Return the fastest settings with tensor parallelism and bins of `max_tokens`, or None if none fits the machine.
 
-    Degrees of 2, 4 and 8 are tried. Settings are not refined as by `search`: `model.checkpoint_blocks` is not searched.
-
-    Args:
-        task: the run, whose recipe has no tensor parallelism, and the machine.
-        max_tokens: value of `packing.max_tokens`.
+    The task's recipe has no tensor parallelism. Unlike in `search`, `model.checkpoint_blocks` is not searched.
     """
     recipe = task.workload.recipe
     found: list[Candidate] = []
@@ -297,11 +262,7 @@ def fastest_with_tensor(task: Task, max_tokens: int) -> Candidate | None:
 
 
 def _recompute_less(candidate: Candidate) -> Candidate:
-    """Return a copy of a candidate (combination of settings) that recomputes as few blocks as the machine's memory allows.
-
-    The copy's recipe sets `model.checkpoint_blocks`, the number of recomputed blocks. If the candidate's recipe already sets
-    this key, or the candidate uses no activation checkpointing, the candidate itself is returned.
-    """
+    """Return a copy of a candidate that recomputes as few blocks as the memory allows, if the number is "auto"."""
     model = candidate.workload.recipe.model
     if model.checkpointing == "none" or model.checkpoint_blocks != "auto":
         return candidate
@@ -313,11 +274,10 @@ def _recompute_less(candidate: Candidate) -> Candidate:
 
 
 def _sort_key(candidate: Candidate) -> int:
-    """Return a number for sorting combinations of settings by speed. The fastest combination has the smallest number.
+    """Return a number that is smaller for faster combinations.
 
-    The predicted speed is rounded in steps of two percent. Combinations with equal rounded speed stay in the order of
-    the search, from simple to complex. The speed of a combination with offloading depends on how busy the host is, which is
-    hard to predict. Such a combination is therefore sorted as if it were 15 % slower than predicted.
+    Speeds are rounded in steps of two percent, so equally fast combinations stay in the order of the search, from simple to
+    complex. Offloading depends on how busy the host is, so it counts as 15 % slower than predicted.
     """
     speed = candidate.tokens_per_second * (0.85 if candidate.memory.host.keys() & OFFLOADED else 1.0)
     return -round(float(np.log(speed)) * 50)
@@ -326,15 +286,7 @@ def _sort_key(candidate: Candidate) -> int:
 def build_candidates(
     task: Task, names: Iterable[str], max_tokens: Iterable[int], cp_sizes: Iterable[int], modes: Iterable[str]
 ) -> Iterator[Candidate]:
-    """Yield all valid combinations of the given settings, including combinations that need too much memory.
-
-    Args:
-        task: the run and the machine.
-        names: names of DeepSpeed JSONs in `task.ds_configs`.
-        max_tokens: values of `packing.max_tokens`, the largest number of tokens in a forward pass.
-        cp_sizes: values of `parallel.cp_size`, the number of ranks in a context-parallel group.
-        modes: values of `model.checkpointing`.
-    """
+    """Yield all valid combinations of the given settings, including those that need too much memory."""
     swaps = _swap_settings(task.workload.recipe)
     for swap, name, tokens, cp, mode in product(swaps, names, max_tokens, cp_sizes, modes):
         with suppress(ConfigError):
@@ -375,18 +327,7 @@ def _build_candidate(
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str, swap: int | str) -> Candidate | None:
-    """Return the given settings with the recipe's bin size, or with a smaller bin size if the run does not fit the machine.
-
-    A bin holds the clips of one forward pass. The smaller bin size is close to the largest size that fits. If a bin with
-    only the longest clip is still too large, return None.
-
-    Args:
-        task: the run and the machine.
-        name: name of the DeepSpeed JSON in `task.ds_configs`.
-        cp: value of `parallel.cp_size`, the number of ranks in a context-parallel group.
-        checkpointing: value of `model.checkpointing`.
-        swap: value of `model.swap_blocks`.
-    """
+    """Return the settings with about the largest bins that fit, up to the recipe's size; None if the longest clip does not."""
     build = partial(_build_candidate, task, name, cp, checkpointing, swap)
     low = task.longest
     high = max(task.workload.recipe.packing.max_tokens, task.longest)
@@ -404,10 +345,9 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str, swap: int |
 
 
 def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
-    """Return the values of `parallel.cp_size` (number of ranks in a context-parallel group) that the search tries.
+    """Return the values of `parallel.cp_size` to try.
 
-    If the recipe sets `cp_size`, `ulysses_degree` or `ring_degree`, return only the size that follows from these keys.
-    Otherwise return the powers of two that divide the number of GPUs, divided by the tensor degree.
+    They are the powers of two that divide the number of GPUs / the tensor degree, or only the recipe's own size if it sets one.
     """
     if parallel.cp_size or parallel.ulysses_degree or parallel.ring_degree:
         return [parallel.context_size]
@@ -416,15 +356,7 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 
 
 def _find_cure(task: Task, ds_name: str) -> str:
-    """Find a change of settings that makes a run fit its machine, and return the end of an error message.
-
-    The text names the change, such as "set model.checkpointing=full". If no change is enough, the text suggests other
-    GPUs, smaller clips or a LoRA.
-
-    Args:
-        task: the run and the machine. `task.ds_configs` contains the run's DeepSpeed JSON and other JSONs to try.
-        ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
-    """
+    """Return the end of an error message: a change of settings that makes a run fit, or other GPUs, smaller clips or a LoRA."""
     recipe = task.workload.recipe
     longest = task.longest
     sizes = [recipe.parallel.context_size]

@@ -1,34 +1,27 @@
 """Predict the time of an optimizer step from FLOPs, bytes and bandwidths; nothing is measured.
 
-The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` divides
-the tokens of a bin (the clips of one forward pass) among the ranks of a context-parallel group. It gives the bytes that the
-ranks communicate, and the time that they wait for the rank with the most work.
-With several data-parallel ranks, ranks also wait for the rank with the most expensive bin. The packer plans bins so that the
-ranks compute for at least the fraction `LEVEL` of the time, and wait for the rest. The predicted compute time is therefore
-divided by `LEVEL`. A micro step is one forward and backward pass.
+`DiTShape` gives the FLOPs, and `ContextPlan` the bytes that ranks communicate and the time that they wait for the rank with the
+most work. Data-parallel ranks also wait for the most expensive bin: the packer keeps them busy for at least the fraction `LEVEL`
+of the time, so the compute time is divided by `LEVEL`.
 
-- Compute: all linear layers have one speed in FLOP/s, in fp8 twice as much plus the time of the casts. The attention kernel
-  has one speed for its forward pass and one for
-  its backward pass. The backward pass of a linear layer has twice the FLOPs of the forward pass. If the weight is frozen,
-  both passes have equal FLOPs. The backward pass of attention has 2.5 times the FLOPs of the forward pass.
-  Recomputation adds a forward pass, but does not repeat attention if `attn_output` is kept. Other kept tensors
+- Compute: all linear layers have one speed, in fp8 twice as much plus the time of the casts. The attention kernel has one speed
+  per pass. The backward pass has twice the FLOPs in a linear layer (equal FLOPs if the weight is frozen) and 2.5 times in
+  attention. Recomputation adds a forward pass, without attention if `attn_output` is kept. Other kept tensors
   (`model.saved_tensors`, `model.offloaded_tensors`) save no compute in the prediction.
 - Pointwise operations, such as norms and casts, take the time to read and write their tensors.
-- The host starts the kernels of a pass one by one. If starting all kernels takes longer than running them, the time of the
-  pass is the time to start them.
-- Ulysses: the all-to-alls stay inside a node, and do not overlap with anything. Recomputation repeats the all-to-alls whose
-  results, `attn_input` or `attn_output`, are not kept.
-- Tensor parallelism: divides the FLOPs of the blocks and the hidden channels of the feed-forward. Its sums over the ranks
-  overlap with nothing: three of all tokens in the forward pass, three again with recomputation, and in the backward pass five
-  of all tokens and two of all text and image tokens.
-- Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
-  gradients and does not overlap with a kernel.
-- ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the gradients
-  in each micro step. Stages 0 and 1 reduce the gradients once per optimizer step. Stages 1 and 2 gather the weights once per
-  optimizer step. The transfers of a micro step overlap with compute, except with the attention kernels that already
-  overlap with the transfers of the ring.
-- Offload: weights, gradients and offloaded activations use the link between GPU and host. The optimizer's update on the host
-  reads and writes 28 bytes per parameter, and is assumed to be as fast as this link.
+- Launches: a pass takes at least the time in which the host starts its kernels one by one.
+- Ulysses: the all-to-alls stay inside a node and overlap with nothing. Recomputation repeats those whose results, `attn_input` or
+  `attn_output`, are not kept.
+- Tensor parallelism divides the FLOPs of the blocks and the hidden channels of the feed-forward. Its sums over the ranks overlap
+  with nothing: three of all tokens in the forward pass, three again with recomputation, and in the backward pass five of all
+  tokens and two of all text and image tokens.
+- Ring: a transfer overlaps with the attention kernel of the same ring step. The last one returns gradients and overlaps with no
+  kernel.
+- ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once, and stage 2 reduces the gradients;
+  this overlaps with compute, except with attention kernels that already hide the ring. Once per optimizer step, stages 0 and 1
+  reduce the gradients, and stages 1 and 2 gather the weights.
+- Offload: weights, gradients and activations use the link between GPU and host. The update on the host moves 28 bytes per
+  parameter, and is assumed to be as fast as this link.
 - Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading and padding.
 """
 
@@ -69,12 +62,7 @@ _ADAM_ON_HOST = 28
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that one rank spends on one kind of data transfer, such as the transfers of ZeRO.
-
-    Attributes:
-        total: seconds of all transfers of this kind.
-        exposed: part of these seconds that does not overlap with compute.
-    """
+    """Seconds that one rank spends on one kind of data transfer; `exposed` is the part that does not overlap with compute."""
 
     total: float = 0.0
     exposed: float = 0.0
@@ -88,21 +76,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted time of an optimizer step that trains one DiT.
-
-    A micro step is one forward and backward pass. It trains on one bin: the clips that are packed into one sequence.
+    """Predicted time of an optimizer step that trains one DiT. All numbers are for a micro step on one rank, except `once`.
 
     Attributes:
         workload: sizes of the run.
         machine: GPUs and links.
-        plan: division of a bin's tokens among the ranks of a context-parallel group.
-        flops: FLOPs of a micro step on one rank, without recomputation.
-        compute: seconds of compute in a micro step on one rank, with recomputation.
-        all_to_all: transfers of Ulysses in a micro step.
-        ring_traffic: transfers of the ring in a micro step.
-        sums: sums of tensor parallelism over the ranks in a micro step.
-        zero: transfers of ZeRO and of offloaded activations in a micro step.
-        once: seconds per optimizer step that do not belong to a micro step, for example to gather the updated weights.
+        plan: division of a bin's tokens over the context-parallel group.
+        flops: FLOPs without recomputation.
+        compute: seconds of compute with recomputation.
+        all_to_all: transfers of Ulysses.
+        ring_traffic: transfers of the ring.
+        sums: sums of tensor parallelism over the ranks.
+        zero: transfers of ZeRO and of offloaded activations.
+        once: seconds per optimizer step outside of micro steps, for example to gather the updated weights.
     """
 
     workload: Workload
@@ -118,12 +104,11 @@ class Prediction:
 
     @property
     def dp(self) -> int:
-        """Number of groups of ranks that share a bin. Each group trains on its own bins (packed sequences)."""
+        """Number of groups of ranks that share a bin."""
         return self.workload.zero_size // self.workload.cp_size
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro steps (forward and backward passes) in an optimizer step."""
         return self.workload.recipe.train.bins_per_step // self.dp
 
     @property
@@ -141,13 +126,7 @@ class Prediction:
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
-    """Predict the time of an optimizer step in which every bin (the clips of one forward pass) has the clip lengths `lens`.
-
-    Args:
-        workload: sizes of the run.
-        machine: GPUs and links.
-        lens: number of tokens of each clip in a bin.
-    """
+    """Predict the time of an optimizer step in which every bin has clips of `lens` tokens."""
     shape = workload.shape
     cp = workload.cp_size
     model = workload.recipe.model
@@ -225,12 +204,8 @@ def _sum_seconds(
 ) -> float:
     """Return the seconds of the sums of tensor parallelism over the ranks in one layer.
 
-    Args:
-        workload: sizes of the run.
-        machine: GPUs and links.
-        tokens: number of video tokens on one rank.
-        text_rows: number of text and image tokens of all clips.
-        num_forward: number of sums of all tokens in the forward pass and in its recomputation.
+    `num_forward` counts the sums of all video tokens in the forward pass and its recomputation. `text_rows` are the text and
+    image tokens of all clips.
     """
     degree = workload.tensor_degree
     values = (num_forward + 5) * tokens + 2 * text_rows
@@ -243,12 +218,6 @@ def _linear_seconds(workload: Workload, machine: Machine, flops: float, tokens: 
     """Return the seconds of all linear layers of a forward pass, and of the products for the weights' gradients.
 
     In fp8, the casts take the time to read and write their tensors.
-
-    Args:
-        workload: sizes of the run.
-        machine: the GPU.
-        flops: FLOPs of the linear layers in a forward pass on one rank.
-        tokens: number of video tokens on one rank.
     """
     recipe = workload.recipe
     shape = workload.shape
@@ -267,19 +236,10 @@ def _linear_seconds(workload: Workload, machine: Machine, flops: float, tokens: 
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return (time of ZeRO's transfers in a micro step, seconds of ZeRO's work at the end of an optimizer step).
+    """Return (ZeRO's transfers in a micro step, seconds of ZeRO's work at the end of an optimizer step).
 
-    A micro step is one forward and backward pass. The work at the end of an optimizer step has up to three parts: reducing
-    the gradients, gathering the updated weights, and updating the weights on the host. The ZeRO stage and the offloading
-    decide which parts are needed.
-
-    ZeRO's transfers overlap only with free compute: compute that does not already overlap with the ring's transfers. If
-    ZeRO's transfers take longer than the free compute, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
-
-    Args:
-        workload: sizes of the run.
-        machine: GPUs and links.
-        compute: (seconds of compute, time of the ring's transfers) for the forward pass, and then for the backward pass.
+    `compute` has the seconds of compute and the ring's transfers of each pass. ZeRO's transfers overlap only with compute that
+    does not already overlap with the ring's; the rest is exposed.
     """
     gpus = workload.zero_size
     num_params = workload.shape.num_params
@@ -316,11 +276,8 @@ def ring_traffic(
 ) -> list[Traffic]:
     """Return the time of the transfers of ring attention in one layer: [forward pass, backward pass].
 
-    Args:
-        plan: division of the tokens of one forward pass among the ranks of a context-parallel group.
-        dim: width of the residual stream.
-        attention: seconds of one layer's attention on one rank: (forward pass, backward pass).
-        bandwidth: bandwidth of the slowest link in bytes/s.
+    `dim` is the width of the heads before Ulysses divides them, `attention` the seconds of one layer's attention on one rank in
+    both passes, and `bandwidth` that of the slowest link in bytes/s.
     """
     degree = plan.ring_degree
     comm = plan.comm_bytes(dim, BF16)

@@ -20,17 +20,10 @@ from wands.variants import Expert, ExtraInput, Variant, variant_of, with_extra
 def read_model(
     recipe: Recipe, name: str | None = None, conditions: Sequence[ExtraInput] = ()
 ) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
-    """Read the configs of the model that the recipe names.
+    """Return (diffusers config of the DiT, variant, DiTs to train with their ranges of noise levels) of the recipe's model.
 
-    Args:
-        recipe: recipe. Its `model.path` is the folder or Hub id of the model.
-        name: name of a published model, such as "wan2.1-t2v-1.3b", to use configs that wands contains. None reads the configs in
-            `model.path`.
-        conditions: conditions of outside code. A base model gets their input channels.
-
-    Returns:
-        (config, variant, experts). `config` is the diffusers config of the DiT to train. `variant` is the kind of Wan model.
-        `experts` are the DiTs to train. Their `sigma_range` is the range of noise levels to train.
+    `name` is a published model, such as "wan2.1-t2v-1.3b", whose config wands contains; None reads `model.path`. A base model
+    gets the input channels of `conditions` of outside code.
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, or has experts with different configs. Also if
@@ -81,20 +74,16 @@ def read_model(
 
 
 def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a diffusers config whose values differ in another config. Keys such as `_class_name` are ignored."""
+    """Return the keys of a diffusers config whose values differ in another config, except keys such as `_class_name`."""
     return [key for key, value in config.items() if key[0] != "_" and other.get(key) != value]
 
 
 def list_weights(
     recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], is_new: bool = True
 ) -> tuple[Weight, ...]:
-    """Return the name, shape and storage size of each parameter of a trained DiT, and in a LoRA run also of the LoRA.
+    """Return the parameters of a trained DiT, and in a LoRA run also those of the LoRA.
 
-    Args:
-        recipe: recipe, which contains the LoRA, the frozen parameters and the storage dtypes.
-        config: diffusers config of the DiT.
-        experts: trained DiTs. The LoRA files of each DiT are checked.
-        is_new: whether the run is new. A resumed run does not read `lora.init_from`.
+    The LoRA files of each DiT in `experts` are checked. A run that is not new does not read `lora.init_from`.
 
     Raises:
         ConfigError: if a pattern in the recipe matches no parameter, or a LoRA file does not fit the model.

@@ -1,4 +1,4 @@
-"""Sizes of a run that determine the memory and the step time of the run: parameters, ranks and bins (packed sequences)."""
+"""Sizes of a run that determine its memory and step time: parameters, ranks and bins."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ from wands.variants import TEXT_LEN, DiTShape
 
 @dataclass(frozen=True)
 class Weight:
-    """Name, shape and storage size of one parameter of a DiT, and whether the run trains the parameter.
-
-    Attributes:
-        name: name of the parameter in the model.
-        shape: shape of the whole parameter.
-        element_size: number of bytes per element.
-        trained: whether the run trains the parameter.
-    """
+    """One whole parameter of a DiT. `element_size` is in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +24,6 @@ class Weight:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the parameter before it is partitioned over ranks."""
         return math.prod(self.shape)
 
 
@@ -41,25 +33,21 @@ class Workload:
 
     Attributes:
         recipe: recipe with all defaults filled in.
-        shape: sizes of the DiT, such as its width and number of layers.
-        weights: name, shape and bytes per element of each parameter of the DiT and of the LoRA, if the run trains a LoRA.
-        num_models: number of DiTs that a step trains one after the other. The states of all DiTs are in memory, but only one
-            DiT has activations at a time.
-        world_size: number of ranks of the run.
+        weights: parameters of the DiT, and of the LoRA if the run trains one.
+        num_models: number of DiTs that a step trains one after the other. The states of all are in memory, but only one has
+            activations at a time.
         device_type: "cuda" or "cpu".
         text_len: number of text tokens of the longest caption.
-        ds_config: DeepSpeed config of the run, as `build_ds_config` returns it.
-        ulysses_degree: number of ranks among which Ulysses attention divides the heads.
-        ring_degree: number of ranks that exchange keys and values in a ring.
+        ds_config: result of `build_ds_config`.
         micro_steps: number of forward passes on each rank in one optimizer step.
-        max_tokens: largest number of tokens in a bin. A bin is the packed sequence of the samples of one forward pass.
+        max_tokens: largest number of tokens in a bin.
         max_samples: largest number of samples in a bin.
-        video_tokens: number of tokens of the longest sample video that the run generates; 0 without sample videos.
+        video_tokens: number of tokens of the longest sample video; 0 without sample videos.
         video_flops: FLOPs, summed over all ranks, to generate all sample videos once.
-        vae_bytes: bytes of the weights of the VAE that decodes the sample videos.
         forwards: (forward passes with gradient, without gradient) that the objective makes for one bin.
         pair_share: attention pairs of the clips / the pairs in which every token of a clip attends to all its tokens.
-        decoding_bytes: bytes on the device while the VAE decodes the largest sample video, including the VAE's weights.
+        vae_bytes: bytes of the weights of the VAE that decodes the sample videos.
+        decoding_bytes: device bytes while the VAE decodes the largest sample video, including `vae_bytes`.
     """
 
     recipe: Recipe
@@ -84,12 +72,10 @@ class Workload:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks in a context-parallel group. The ranks of a group share each forward pass."""
         return self.ulysses_degree * self.ring_degree
 
     @property
     def tensor_degree(self) -> int:
-        """Number of ranks that divide the weights of the blocks among themselves."""
         return self.recipe.parallel.tensor_degree
 
     @property
@@ -106,7 +92,7 @@ class Workload:
 
     @cached_property
     def parts_bytes(self) -> int:
-        """Size in bytes of all `parts`, in the dtypes in which they are stored in training."""
+        """Bytes of all `parts`, in their storage dtypes."""
         return sum(weight.numel * weight.element_size for weight in self.parts)
 
     @cached_property
@@ -122,14 +108,11 @@ class Workload:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage of the DeepSpeed config."""
         return int(self.ds_config["zero_optimization"].get("stage", 0))
 
     @cached_property
     def swapped(self) -> tuple[int, int]:
-        """Bytes of the frozen weights that one DiT keeps in host memory, and bytes of the device buffers for them
-        (`model.swap_blocks`).
-        """
+        """Bytes of a DiT's frozen weights in host memory (`model.swap_blocks`), and of their device buffers."""
         num_blocks = self.recipe.model.num_swapped(self.shape.num_layers)
         block = sum(
             weight.numel * weight.element_size

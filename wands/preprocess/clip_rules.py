@@ -1,7 +1,4 @@
-"""Settings, limits and messages that `wands check` and `wands preprocess` share.
-
-Both commands use this module, so that both accept and reject the same clips.
-"""
+"""Settings, limits and messages with which `wands check` and `wands preprocess` accept and reject the same clips."""
 
 from __future__ import annotations
 
@@ -20,48 +17,29 @@ from wands.data.clips.records import ClipRecord, Rejection
 from wands.variants import Variant
 
 LIMIT_SECONDS = 300.0
-"""Decoding time in seconds after which a clip is rejected. In `wands check`, the limit applies to a whole clip. In
-`wands preprocess`, the limit applies to each window (range of frames) of a clip.
-"""
+"""Decoding time after which a clip is rejected: of the whole clip in `wands check`, of each window in `wands preprocess`."""
 NO_MEMORY = "clip does not fit into memory; lower --max-frames or --max-pixels"
 Footage = tuple[float, float, float]
-"""Three lengths of a clip in seconds: the length that its samples use, the whole length, and the length that samples of
---clip-mode slide would use.
-"""
+"""Three lengths of a clip in seconds: used by its samples, whole, and used by samples of --clip-mode slide."""
 EMPTY_CAPTION = "caption is empty after cleaning; write a caption"
 
 
 def crash_reason(path: object, crash: Crash) -> str:
-    """Return the rejection reason for a clip whose decoder crashed or exceeded the time limit.
-
-    Args:
-        path: the file of the clip.
-        crash: error that reports the crash or the exceeded time limit.
-    """
+    """Return the rejection reason for a clip whose decoder crashed or exceeded the time limit."""
     return f"video={path} cannot be decoded: {crash}; replace or re-encode the file"
 
 
 def no_access_reason(path: object, error: str) -> str:
-    """Return the rejection reason for a clip whose file cannot be opened.
-
-    Args:
-        path: the file of the clip.
-        error: text of the system's error, for example "Permission denied".
-    """
+    """Return the rejection reason for a clip whose file cannot be opened. `error` is the system's text."""
     return f"video={path} cannot be read ({error}); fix the permissions of the file"
 
 
 def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord], list[Rejection]]:
-    """List the clips of the source (folder, table, archive or data set) that `options` names.
-
-    Args:
-        options: options of the command.
-        more: other keyword arguments of `load_source`, such as ``log`` (function that receives messages).
+    """List the clips of the source that `options` names. `more` are keyword arguments of `load_source`.
 
     Returns:
-        (records, rejections). A usable clip has one record for each of its captions. An unusable clip has a rejection. A
-        clip that does not meet the condition of --where has records, too; their attribute `unmet` contains the reason. If
-        --trigger is set, each caption contains the trigger word.
+        (records, rejections). A usable clip has one record for each of its captions, with the word of --trigger. A clip that
+        fails --where has records, too, with the reason in their attribute `unmet`.
 
     Raises:
         ConfigError: if the condition of --where is invalid, or names a column that no clip has.
@@ -80,10 +58,6 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
 def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
     """Return frame rate, size and length of the samples that the options request.
 
-    Args:
-        options: options of the command.
-        variant: model variant, which determines the strides of the VAE and the default frame rate.
-
     Raises:
         ConfigError: if an option is invalid or options exclude each other.
     """
@@ -93,16 +67,7 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
 
 
 def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -> Footage:
-    """Return how much of a clip becomes samples, as three lengths in seconds.
-
-    The lengths are the part of the clip that its samples use, the whole clip, and the part that samples would use with
-    --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few frames at the end stay unused.
-
-    Args:
-        spec: rate, size and length of the samples.
-        num_frames: number of frames of each window (range of frames) that becomes a sample.
-        present: length of the clip in seconds.
-    """
+    """Return how much of a clip of `present` seconds becomes samples, whose windows have `num_frames` frames."""
     used = sum(num_frames) / spec.fps
     windows = plan_windows(replace(spec, clip_mode="slide"), 0.0, present) if spec.max_frames else ()
     with_slide = max(used, sum(frames for _, frames in windows) / spec.fps)
@@ -112,11 +77,7 @@ def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -
 def describe_footage(footage: Sequence[float]) -> str:
     """Return a text such as "uses 5.1 of 55.1 s; --clip-mode slide would use 54.9 s".
 
-    The text after the semicolon is left out if --clip-mode slide would not use more of the video.
-
-    Args:
-        footage: three lengths in seconds, in the order of `measure_footage`. In the example, 5.1 s are used, 55.1 s are the
-            whole video, and 54.9 s would be used with --clip-mode slide.
+    The second part is left out if --clip-mode slide would not use more.
     """
     used, present, with_slide = footage
     more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
@@ -124,12 +85,9 @@ def describe_footage(footage: Sequence[float]) -> str:
 
 
 def count_problems(problems: Iterable[tuple[str, str]]) -> list[tuple[str, int]]:
-    """Return a pair (kind of problem, number of problems) for each kind of problem. The most frequent kind is first.
+    """Return (kind of problem, number) for each kind in (path of the clip, text) pairs, the most frequent first.
 
-    A kind is the text of a problem without numbers and names, which differ between clips.
-
-    Args:
-        problems: (path of the clip, text) for each problem of each clip. The text is a warning or the reason of a rejection.
+    A kind is the text of a warning or rejection without numbers and names, which differ between clips.
     """
 
     def kind(path: str, text: str) -> str:

@@ -1,8 +1,7 @@
 """Decode clips in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the run continues.
 
-There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip, and the subprocess of the thread
-decodes this clip into windows (ranges of frames). At most `NUM_READY` decoded windows wait in a queue for the encoder. In
-addition, each thread and each subprocess keeps at most one decoded window.
+Each of `NUM_DECODERS` threads has a subprocess that decodes one clip at a time into windows (ranges of frames). At most
+`NUM_READY` windows wait in a queue for the encoder; each thread and each subprocess keeps at most one more.
 """
 
 from __future__ import annotations
@@ -68,17 +67,15 @@ class EncodeSettings:
 
 @dataclass
 class Window:
-    """One window (range of frames) of a clip at one size, to be encoded and stored as one sample for each caption of the clip.
+    """One window of a clip at one size, to be stored as one sample for each caption of the clip.
 
     Attributes:
         clip: clip that contains the window.
-        suffix: end of the sample keys, such as "#0003#640x352". The suffix names the window and the size.
+        suffix: end of the sample keys, such as "#0003#640x352", which names the window and the size.
         meta: metadata that is equal for all samples of the window.
-        frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
-            already contains the latents.
-        files: maps the column of each file next to the clip, such as "mask", to what `ClipFile.of_window` returned.
-        arrays: maps array names, such as "latents", to the arrays to store. If the cache already contains the latents, all
-            arrays are read from the cache. Otherwise, the encoder adds the arrays.
+        frames: uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the latents are cached.
+        files: result of `ClipFile.of_window` for each file next to the clip, by column, such as "mask".
+        arrays: arrays to store, such as "latents", read from the cache or added by the encoder.
     """
 
     clip: Clip
@@ -91,7 +88,7 @@ class Window:
 
 @dataclass(frozen=True)
 class ClipEnd:
-    """Marker for the end of a clip. It follows all windows (ranges of frames) of the clip.
+    """Marker after all windows of a clip.
 
     Attributes:
         clip: the clip that ends.
@@ -107,15 +104,10 @@ class ClipEnd:
 def decode_clips(
     clips: Sequence[Clip], settings: EncodeSettings, pin_memory: bool = False
 ) -> Generator[Window | ClipEnd, None, None]:
-    """Decode clips in subprocesses. Yield each window (range of frames) when it is ready.
+    """Decode clips in subprocesses. Yield each window when it is ready, and a `ClipEnd` after the windows of each clip.
 
-    A `ClipEnd` follows the windows of each clip. Windows of different clips may alternate. A window whose latents are in the
-    cache is not decoded; it contains the cached arrays.
-
-    Args:
-        clips: clips to decode.
-        settings: settings of the run.
-        pin_memory: whether to copy the frames to pinned memory, from which copies to a GPU are fastest.
+    Windows of different clips may alternate. A window whose latents are cached is not decoded, and contains the cached arrays.
+    `pin_memory` copies the frames to pinned memory, from which copies to a GPU are fastest.
 
     Raises:
         CacheError: if latents in the cache are damaged.
@@ -155,14 +147,7 @@ def decode_clips(
 def _decoded_windows(
     clip: Clip, worker: IsolatedWorker, settings: EncodeSettings, pin_memory: bool
 ) -> Iterator[Window]:
-    """Decode a clip, and yield the windows (ranges of frames) whose latents are not in the cache.
-
-    If the decoder crashes, decode the clip a second time.
-
-    Raises:
-        Crash: if the decoder crashed twice or exceeded the time limit.
-        DataError: if the clip cannot be used.
-    """
+    """Decode a clip, a second time if the decoder crashes, and yield the windows whose latents are not in the cache."""
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
@@ -189,14 +174,10 @@ def _decoded_windows(
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
-    """Yield each item of `clips` with a flag: whether the item belongs to the last window (range of frames) of the file.
+    """Yield each item of `clips` with a flag: whether it belongs to the last window of the file.
 
-    An item contains the frames of a window at one size. A window may have several items, one for each size. The items of a
-    window are held back until the next window or the end of the file, because the flag is known only then.
-
-    Raises:
-        DataError: if `clips` raises a DataError. The items that are held back are yielded first. Their flag is True for a
-            `TooSmallError`, because all windows were decoded before this error. For other errors, the flag is False.
+    A window has one item per size. Its items are held back until the next window or the end of the file. Before a DataError of
+    `clips` is raised, they are yielded, with the flag True for a `TooSmallError`, which comes after all windows were decoded.
     """
     window: list[DecodedClip] = []
     try:

@@ -1,13 +1,10 @@
-"""Encode the captions and the clips that are assigned to one worker.
+"""Encode the captions and the clips that are assigned to one worker: this process, a subprocess, or a rank of a launcher.
 
-`encode_captions` and `encode_clips` are generators that yield an event after each caption or clip. A worker is this process, a
-subprocess, or a rank of a launcher. Each worker writes its results to its own files in the folder `.work` of the cache. The
-files of worker 0 are:
+Each worker writes to its own files in the folder `.work` of the cache. The files of worker 0 are:
 
     text-0.journal       write-ahead log of text embeddings
     samples-0.journal    write-ahead log of samples that no shard contains yet
-    encoding-0           digests of the clips that are being encoded, one per line; if the worker process is killed, the
-                         digests name the clips that the process was encoding
+    encoding-0           digests of the clips that are being encoded, one per line, to be found if the process is killed
 """
 
 from __future__ import annotations
@@ -36,37 +33,28 @@ from wands.preprocess.scan import Clip
 LOG_BYTES = 1 << 30
 """Size of a write-ahead log in bytes at which its samples are moved to a shard."""
 NUM_WRITES = 4
-"""Largest number of encoded windows (ranges of frames) that wait for the thread that writes them to the disk."""
+"""Largest number of encoded windows that wait for the thread that writes them to the disk."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Devices(NamedTuple):
-    """Devices of one worker.
-
-    Attributes:
-        vae: device of the VAE and of CLIP.
-        text: device of the text encoder UMT5.
-    """
+    """Devices of one worker: of the VAE and CLIP, and of the text encoder UMT5."""
 
     vae: torch.device
     text: torch.device
 
 
 class Done(NamedTuple):
-    """Event that reports that one caption or one clip is finished.
-
-    Attributes:
-        rejected: the clip and the reason why it is rejected; None for a caption and for a clip that was encoded.
-    """
+    """Event that one caption or one clip is finished. `rejected` is None unless the clip is rejected."""
 
     rejected: ClipEnd | None = None
 
 
 class WorkerTimes(NamedTuple):
-    """Statistics of one worker after all clips of this worker are finished.
+    """Statistics of one worker after all its clips.
 
     Attributes:
-        waited: seconds in which the encoder waited for decoded windows (ranges of frames of a clip).
+        waited: seconds in which the encoder waited for decoded windows.
         worked: seconds in which the worker loaded the encoders, encoded clips and stored samples.
     """
 
@@ -77,15 +65,9 @@ class WorkerTimes(NamedTuple):
 def encode_captions(
     settings: EncodeSettings, slot: int, devices: Devices, captions: Sequence[str]
 ) -> Iterator[Done]:
-    """Encode captions, and append the embeddings to the worker's write-ahead log. Yield an event after each caption.
+    """Encode captions into the write-ahead log of worker `slot`. Yield an event after each caption.
 
     The text encoder UMT5 is in memory only during this call.
-
-    Args:
-        settings: settings of the run.
-        slot: number of the worker.
-        devices: devices of the worker.
-        captions: captions that are assigned to the worker.
 
     Raises:
         CacheError: if the disk is full.
@@ -103,20 +85,9 @@ def encode_captions(
 def encode_clips(
     settings: EncodeSettings, slot: int, devices: Devices, clips: Sequence[Clip]
 ) -> Iterator[Done | WorkerTimes]:
-    """Decode and encode clips. Store one sample for each combination of window, size and caption of a clip.
+    """Decode and encode clips, and store one sample for each combination of window, size and caption of a clip.
 
-    A window is a range of frames.
-
-    `encode_captions` must have encoded the captions before this call.
-
-    Args:
-        settings: settings of the run.
-        slot: number of the worker.
-        devices: devices of the worker.
-        clips: clips that are assigned to the worker.
-
-    Yields:
-        A `Done` event for each clip, and after the last clip the `WorkerTimes` of the worker.
+    `encode_captions` must have encoded the captions. Yield a `Done` for each clip, and finally the `WorkerTimes`.
 
     Raises:
         CacheError: if the disk is full, or stored latents are damaged.
@@ -129,10 +100,10 @@ def encode_clips(
 
 
 class _ClipEncoder:
-    """Encoder of the clips that are assigned to one worker.
+    """Encoder of the clips of one worker.
 
-    While a clip is encoded, decoder threads decode the next clips, and one writer thread writes the previous samples.
-    Only the writer thread uses the write-ahead log, in which samples are stored before they get into a shard.
+    While a clip is encoded, decoder threads decode the next clips, and one writer thread stores the previous samples. Only the
+    writer thread uses the write-ahead log.
     """
 
     def __init__(self, settings: EncodeSettings, slot: int, device: torch.device) -> None:
@@ -177,13 +148,7 @@ class _ClipEncoder:
         yield WorkerTimes(waited, time.monotonic() - began - waited)
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
-        """Encode and store the windows (ranges of frames) in `pieces`, and yield a `Done` for each clip that ends in `pieces`.
-
-        A `ClipEnd` follows the last window of a clip. Windows of the same shape are encoded together.
-
-        Raises:
-            CacheError: if an earlier window could not be written.
-        """
+        """Encode windows of one shape together, store them, and yield a `Done` for each clip that ends in `pieces`."""
         groups: dict[torch.Size, list[Window]] = {}
         for piece in pieces:
             if isinstance(piece, Window) and piece.clip.video not in self.failed and piece.frames is not None:
@@ -200,11 +165,9 @@ class _ClipEncoder:
                 yield Done(end if end.reason else None)
 
     def _encode(self, windows: Sequence[Window]) -> None:
-        """Encode windows (ranges of frames) of one shape together. Add the latents and other encoded arrays to each window's
-        `arrays`.
+        """Add the latents and other encoded arrays to windows of one shape.
 
-        If the memory is too small for all windows, the windows are encoded one by one. If the memory is too small for
-        one window, this window gets no latents.
+        If the memory is too small, the windows are encoded one by one. A window for which it is still too small gets no latents.
         """
         assert self.encoder is not None
         self._note("\n".join({window.clip.video for window in windows}))
@@ -222,12 +185,7 @@ class _ClipEncoder:
             window.arrays = arrays
 
     def _store(self, window: Window) -> str | None:
-        """Pass an encoded window (range of frames of a clip) to the writer thread. The thread appends the window's samples to
-        the write-ahead log.
-
-        Returns:
-            The reason why the window cannot be stored; None if it can be stored.
-        """
+        """Pass an encoded window to the writer thread, or return the reason why it cannot be stored."""
         if "latents" not in window.arrays:
             return NO_MEMORY
         if not all(tensor.isfinite().all() for tensor in window.arrays.values()):
@@ -236,16 +194,15 @@ class _ClipEncoder:
         return None
 
     def _write(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Queue a function call for the writer thread. If `NUM_WRITES` calls are queued, wait until the oldest call ends."""
+        """Queue a call for the writer thread. If `NUM_WRITES` calls are queued, wait until the oldest ends."""
         if len(self.writes) >= NUM_WRITES:
             self.writes.popleft().result()
         self.writes.append(self.writer.submit(function, *arguments))
 
     def _append(self, window: Window) -> None:
-        """Append one record with all missing samples of an encoded window (range of frames) to the write-ahead log.
+        """Append one record with all missing samples of an encoded window to the write-ahead log.
 
-        A sample (the window with one of its captions) is missing if the cache does not contain it. If the process is killed while
-        writing, either all samples of the record are stored, or none.
+        If the process is killed while writing, either all samples of the record are stored, or none.
         """
         clip = window.clip
         rows = window.clip.lacks(window.suffix)

@@ -1,4 +1,4 @@
-"""Draw a histogram of the lengths of samples as text. The length of a sample is its number of video tokens."""
+"""Draw a histogram of the lengths of samples, in video tokens, as text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ NUM_BARS = 10
 
 
 def count_lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """Count the samples of each length. If there are more than ten different lengths, count the samples in ten ranges or fewer.
+    """Return (length or range as text, number of samples), shortest first, of at least one sample.
 
-    Args:
-        lengths: number of video tokens of every sample, int64; at least one sample.
-
-    Returns:
-        Tuples (length or range as text, number of samples), shortest length first.
+    More than ten different lengths are counted in ten ranges or fewer.
     """
     distinct = np.unique(lengths).tolist()
     if len(distinct) <= NUM_BARS:
@@ -29,14 +25,7 @@ def count_lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def token_histogram(tokens: Sequence[int] | np.ndarray) -> str:
-    """Draw a histogram of the lengths of samples as text.
-
-    Args:
-        tokens: number of video tokens of every sample; at least one sample.
-
-    Returns:
-        ASCII lines: a heading, one line per bar, and a line with the totals.
-    """
+    """Return a histogram of at least one sample as ASCII lines: a heading, one line per bar, and the totals."""
     lengths = np.asarray(tokens, np.int64)
     bars = count_lengths(lengths)
     width = max(len("tokens"), *(len(label) for label, _ in bars))

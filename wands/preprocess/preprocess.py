@@ -1,8 +1,7 @@
 """Run `wands preprocess`: encode clips and captions into a latent cache.
 
-A run has these steps: scan the source (scan.py), encode the captions (encoding.py), decode the clips in subprocesses
-(decoding.py) and encode them (encoding.py), and write the index of the cache. The text encoder UMT5 and the VAE are never in
-memory at the same time. Rejected clips are reported.
+Steps: scan the source (scan.py), encode the captions (encoding.py), decode the clips in subprocesses (decoding.py) and encode
+them (encoding.py), and write the index of the cache. UMT5 and the VAE are never in memory at the same time.
 """
 
 from __future__ import annotations
@@ -50,39 +49,26 @@ QUARANTINE_NAME = "quarantine.jsonl"
 ROUNDS = 3
 """Number of rounds in a row without progress after which the run ends with an error.
 
-A round gives all unfinished captions or clips to the workers. A round makes no progress if workers end early and no caption or
-clip is finished.
+A round gives all unfinished captions or clips to the workers. It makes no progress if workers end early and none is finished.
 """
 SUSPECT_SECONDS = 1800.0
-"""Time limit in seconds for the second attempt to encode a clip, if a worker process died in the first attempt."""
+"""Time limit for the second attempt to encode a clip, if a worker process died in the first."""
 
 
 def preprocess(
     options: PreprocessOptions, *, max_samples: int = 512, conditions: Sequence[Condition] = ()
 ) -> PreprocessReport | None:
-    """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
+    """Encode a source of clips into a latent cache, or continue a cache that an earlier run began with the same settings.
 
-    A clip is not encoded again if the cache contains its samples, and its file content, time range, crop, mask and caption
-    are unchanged. If only the file's name or the caption changed, the cached latents are reused, and only a new caption is
-    encoded. A run on an existing cache needs the same settings as the earlier run. After the run, the index of the cache
-    contains exactly the samples of the source.
+    A clip is encoded only if the cache lacks its samples, or its file content, time range, crop or mask changed. If only the
+    file's name or the caption changed, the cached latents are reused, and only a new caption is encoded. Captions of one time
+    range share its latents. After the run, the index contains exactly the samples of the source.
 
-    If a time range of a file has several captions, this time range is decoded and encoded once. The samples of these
-    captions share the latents in a shard.
+    A clip that crashes its decoder or exceeds the time limit is listed in `quarantine.jsonl`. Later runs skip it until its file
+    changes or the line is deleted.
 
-    If a clip crashes its decoder or exceeds the time limit, it is rejected and listed in `quarantine.jsonl`. Later runs skip
-    the clip until its file changes or its line in `quarantine.jsonl` is deleted.
-
-    If a launcher such as torchrun started several processes, all these processes share the work. All processes need SOURCE
-    and --out on a shared file system.
-
-    Args:
-        options: options of the command.
-        max_samples: largest number of samples in a shard.
-        conditions: conditions of outside code, in addition to those of `--import`.
-
-    Returns:
-        The report of the run. Under a launcher, ranks other than rank 0 return None.
+    All processes of a launcher such as torchrun share the work, and need SOURCE and --out on a shared file system. Ranks other
+    than rank 0 return None. `conditions` of outside code are added to those of `--import`.
 
     Raises:
         ConfigError: if options exclude each other, or the model is incomplete.
@@ -148,23 +134,13 @@ def _lead(
 
 
 class PreprocessRun:
-    """One run of `wands preprocess` in the leading process.
-
-    The leading process assigns captions and clips to workers, collects the results, and writes the index of the cache.
+    """One run in the leading process, which assigns captions and clips to workers and writes the index of the cache.
 
     Attributes:
-        quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
-            crashed a process or exceeded a time limit.
+        quarantine: rejection reason of each clip that crashed a process or exceeded a time limit, by digest of the clip.
     """
 
     def __init__(self, writer: CacheWriter, pool: WorkerPool, settings: EncodeSettings) -> None:
-        """Store the arguments without writing files.
-
-        Args:
-            writer: writer of the cache.
-            pool: workers that encode.
-            settings: settings that all workers share.
-        """
         self.writer = writer
         self.pool = pool
         self.settings = settings
@@ -176,9 +152,7 @@ class PreprocessRun:
         self.null_text: Tensor | None = None
 
     def prepare(self) -> None:
-        """Create the work folder, and read the quarantine: the list of clips that crashed or hung earlier runs.
-
-        If the work folder contains samples of an interrupted run, move these samples to shards.
+        """Create the work folder, read the quarantine, and move samples of an interrupted run to shards.
 
         Raises:
             CacheError: if the disk is full, or workers of an earlier run are still alive.
@@ -197,9 +171,7 @@ class PreprocessRun:
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
     def _collect_samples(self) -> None:
-        """Move samples from write-ahead logs to shards. Then let the cache writer read the index entries of all new
-        shards, so that the run knows which samples are finished.
-        """
+        """Move samples from write-ahead logs to shards, and let the cache writer read the index entries of all new shards."""
         for path in sorted(self.settings.work.glob("samples-*.journal")):
             with closing(WriteAheadLog(path)):  # waits until no worker writes this log
                 self.writer.refresh()
@@ -208,13 +180,7 @@ class PreprocessRun:
         self.writer.refresh()
 
     def scan(self, scan: SourceScan) -> None:
-        """Store the scan of the source for this run. Limit the number of workers to the number of clips with missing samples.
-
-        A sample is missing if the cache does not contain it.
-
-        Args:
-            scan: usable and rejected clips of the source.
-        """
+        """Store the scan of the source, and limit the number of workers to the number of clips with missing samples."""
         self.source = scan
         self.contents_before = {key: entry.content for key, entry in self.writer.entries.items()}
         pending = self._pending_clips()
@@ -240,13 +206,7 @@ class PreprocessRun:
         self._run_rounds("clips", encode_clips, self._pending_clips)
 
     def _run_rounds(self, label: str, task: Task, pending: Callable[[], list[Any]]) -> None:
-        """Run a task on all pending items (captions or clips). If workers end early, run the task again on the remaining items.
-
-        Args:
-            label: name of the items for the progress bar.
-            task: `encode_captions` or `encode_clips`.
-            pending: function that returns the items that are not finished yet.
-        """
+        """Run a task on all pending captions or clips, again on the remaining ones if workers end early."""
         rounds = ROUNDS
         items = pending()
         while items:
@@ -283,15 +243,9 @@ class PreprocessRun:
                 )
 
     def _encode_suspects(self, clips: Sequence[Clip]) -> bool:
-        """Encode each suspect in a subprocess. A suspect is a clip that was being encoded when a worker process died.
+        """Encode in a subprocess each clip on which a worker process died. Return whether there was one.
 
         If the subprocess dies too, the clip is rejected.
-
-        Args:
-            clips: clips that are not finished yet.
-
-        Returns:
-            Whether `clips` contained a suspect.
         """
         suspects = set()
         for path in self.settings.work.glob("encoding-*"):
@@ -328,9 +282,7 @@ class PreprocessRun:
     def commit(self, variant: Variant, started: float) -> PreprocessReport:
         """Write rejects.jsonl and the index of the cache, remove the work folder, and return the report.
 
-        Args:
-            variant: model variant.
-            started: value of time.monotonic() at the start of the run.
+        `started` is the value of time.monotonic() at the start of the run.
 
         Raises:
             DataError: if the source gave no sample.
@@ -384,7 +336,7 @@ class PreprocessRun:
 
 
 def _lacks_matrix(entry: IndexEntry) -> bool:
-    """Return whether an earlier version encoded a sample, without a note how it converted the colors of a large video."""
+    """Return whether an earlier version encoded a large video without noting how it converted the colors."""
     return not entry.matrix and min(map(Fraction, entry.display_size), default=Fraction(0)) >= HD_LINES
 
 
@@ -393,18 +345,10 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 
 
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
-    """Return all settings that change the stored values of a sample by more than rounding errors.
+    """Return the settings that change the stored values of a sample by more than rounding errors, for the cache's fingerprint.
 
-    The settings are part of the cache's fingerprint, because all samples of a cache must have equal settings. If you add a
-    setting, leave its key out while the setting has its default value. Otherwise, the fingerprint changes, and
-    `wands preprocess` adds no samples to caches that were made before.
-
-    The second and later values of --max-pixels are left out. These values only add samples of other sizes, whose keys
-    contain the size.
-
-    Args:
-        spec: frame rate, size and length of the samples.
-        options: options of the command.
+    Leave a new setting out while it has its default value: otherwise `wands preprocess` adds no samples to older caches. The
+    further values of --max-pixels are left out, because they only add samples of other sizes.
     """
     return {
         "clip": {name: value for name, value in asdict(spec).items() if name != "more_pixels"},
@@ -418,15 +362,7 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
 
 
 def _read_variant(model: str, extra: Sequence[Condition]) -> Variant:
-    """Check that the encoders of a pipeline fit the DiT of the pipeline, and return the model variant.
-
-    Args:
-        model: pipeline folder or Hub id.
-        extra: conditions of outside code.
-
-    Raises:
-        ConfigError: if a component is missing, or an encoder does not fit the DiT.
-    """
+    """Check that the encoders of a pipeline fit its DiT, and return the model variant."""
     variant = read_variant(model, extra)
     has_clip = any("image" in condition.encoders for condition in conditions_of(variant))
     parts = ("tokenizer", "vae", "text_encoder", "image_processor", "image_encoder")

@@ -26,31 +26,21 @@ class PreprocessReport:
     Attributes:
         out: cache folder.
         variant: name of the model variant.
-        num_accepted: number of samples in the index of the cache after the run.
-        num_reused: number of samples from earlier runs that are in the index.
-        num_left_out: number of samples from earlier runs that are in shards but not in the index. Each of these samples
-            has a clip that the source no longer contains, or a size that was not requested.
-        num_cut_captions: number of samples whose caption fills all 512 text tokens. Text after 512 tokens is lost.
-        rejected: clips that cannot be used, each with the reason.
+        num_accepted: samples in the index of the cache after the run.
+        num_reused: samples from earlier runs that are in the index.
+        num_left_out: samples from earlier runs that are in shards but not in the index, because the source no longer contains
+            their clip, or their size was not requested.
+        num_cut_captions: samples whose caption fills all 512 text tokens; longer text is cut.
         tokens: int64 [num_accepted], number of video tokens of each sample.
-        num_shards: number of HDF5 files.
-        num_bytes: total size of the HDF5 files in bytes.
-        seconds: duration of the run.
-        num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name of the
-            clip is new.
-        num_assumed: number of samples whose video has at least 720 lines and does not say its color matrix.
-        num_unknown_matrix: number of such large samples that an earlier version encoded, which did not note the matrix.
-        num_workers: number of worker processes that encoded.
-        waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if there was no clip to
-            encode.
-        seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
-        footage: maps the key of each video clip in the index to three lengths in seconds: the part that its samples cover,
-            the whole clip, and the part that samples would cover with --clip-mode slide. This mode cuts the clip into
-            consecutive samples, so at most a few frames at the end stay unused.
+        num_relabelled: samples that reuse cached latents, because only the caption or the name of the clip is new.
+        num_assumed: samples whose video has at least 720 lines and does not say its color matrix.
+        num_unknown_matrix: such samples of an earlier version, which did not note the matrix.
+        waited: fraction of the encoding time in which encoders waited for decoded clips; None if there was none to encode.
+        seconds_encoding: seconds of the slowest worker, including loading the models.
+        footage: `Footage` of each video clip in the index, by key.
         still_clips: keys of the video clips whose sample has only one frame.
-        losses: for each worker that ended early, a sentence with the reason.
-        quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if no clip in
-            `rejected` is on the list.
+        losses: reason for each worker that ended early.
+        quarantine: file with the clips that crashed a process or exceeded a time limit; None if `rejected` has no such clip.
     """
 
     out: Path
@@ -76,7 +66,6 @@ class PreprocessReport:
     quarantine: Path | None = None
 
     def __str__(self) -> str:
-        """Return the report as text for the terminal."""
         lines = [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
         if len(self.rejected) > SHOWN_REJECTIONS:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")

@@ -1,4 +1,4 @@
-"""Show the progress of a long command: a progress bar on a terminal, otherwise a log line every 10 seconds."""
+"""Progress of a long command: a progress bar on a terminal, otherwise a log line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ LOG_SECONDS = 10.0
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Context manager that shows the progress of a loop over items. The loop calls the yielded function after each item.
-
-    Args:
-        label: name of the items, such as "clips".
-        total: number of items.
-    """
+    """Show the progress of a loop over `total` items. The loop calls the yielded function after each item."""
     if sys.stderr.isatty() and (console := Console(stderr=True)).is_interactive:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console) as bar:

@@ -1,4 +1,4 @@
-"""Compare a source of clips with the latent cache, and find the clips with samples that are missing in the cache."""
+"""Compare a source of clips with the latent cache, and find the clips with samples that the cache lacks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from wands.preprocess.clip_rules import EMPTY_CAPTION, Footage, measure_footage,
 SCAN_THREADS = 16
 FromSource = TypeVar("FromSource", ClipRecord, Rejection)
 Samples = dict[str, IndexEntry]
-"""Maps a sample suffix (window and size) to a cached sample. All samples come from one time range of a file.
+"""Cached samples of one time range of a file by suffix (window and size).
 
-If a time range has several captions, several samples have the same suffix, and the map contains only one of these
-samples. Any of these samples can be used, because all of them contain latents of the same frames.
+If the time range has several captions, the map has one of their samples, any of which has the same latents.
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One caption of a clip, with facts about the clip, and with the caption's samples in the cache.
+    """One caption of a clip, and its samples in the cache.
 
     Attributes:
-        key: id of the pair of clip and caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
-            The suffix names the window (range of frames) and the size, see `wands.data.clips.clip`.
+        key: id of clip and caption. A sample's key is this key and a suffix such as "#0003#640x352", which names the window and
+            the size, see `wands.data.clips.clip`.
         caption: cleaned caption.
         content: digest of the file, the time range, the crop, the files next to the clip, the caption and the license.
         license: license of the clip, "" if it is not stated.
@@ -54,17 +53,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Clip:
-    """A time range of a file with all its captions. The time range is decoded and encoded only once.
+    """A time range of a file with all its captions. It is decoded and encoded only once.
 
     Attributes:
         path: the video or image file.
         part: time range, crop and files next to the clip, such as a mask.
         video: digest of the file and of `part`. Clips with equal digests have equal latents.
-        rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
-        latents: cached samples of this time range, each as a tuple (shard name, index of the sample in the shard, suffix). The
-            latents of these samples can be reused for `rows`. The suffix is the end of the sample's key, which names the
-            window (range of frames) and the size.
-        decode: whether the file must be decoded. True if the cache lacks latents, or the number of samples is unknown.
+        rows: captions. From `SourceScan.pending`, only those for which the cache lacks a sample.
+        latents: (shard name, index in the shard, suffix) of the cached samples whose latents `rows` can reuse.
+        decode: whether the cache lacks latents, or the number of samples is unknown.
     """
 
     path: str
@@ -75,13 +72,7 @@ class Clip:
     decode: bool = True
 
     def lacks(self, suffix: str) -> list[Row]:
-        """Return the captions of this clip for which the cache has no sample with the given suffix.
-
-        The cache has one sample for each caption, window and size of a clip.
-
-        Args:
-            suffix: end of the sample key, which names the window (range of frames) and the size.
-        """
+        """Return the captions for which the cache has no sample with a suffix."""
         return [row for row in self.rows if suffix not in row.present]
 
 
@@ -89,8 +80,8 @@ class SourceScan:
     """Clips of a source, identified by the content of their files.
 
     Attributes:
-        contents: maps the key of each usable row (clip with one caption) to `Row.content`, a digest of the clip and caption.
-        clips: maps (path, digest of the clip without captions) to the clip with all its captions.
+        contents: `Row.content` of each usable row (clip with one caption), by key.
+        clips: each clip with all its captions, by (path, digest without captions).
         rejected: rejections of the rows that cannot be used.
     """
 
@@ -103,12 +94,7 @@ class SourceScan:
     ) -> None:
         """Read some bytes of every file to identify its content, and collect the captions of each clip.
 
-        Args:
-            rows: rows of the source that are not rejected yet; a row is a clip with one caption.
-            rejected: rows that were rejected while the source was read.
-            spec: frame rate, size and length of the samples.
-            quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
-                crashed a process or exceeded a time limit.
+        `quarantine` has the rejection reasons of clips that crashed a process or exceeded a time limit, by digest.
         """
         self.spec = spec
         self.rejected = list(rejected)
@@ -128,13 +114,9 @@ class SourceScan:
                 self.clips[clip.path, clip.video] = replace(clip, rows=(*known.rows, *clip.rows))
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
-        """Return the clips for which the cache lacks a sample.
+        """Return the clips with captions for which the cache lacks a sample, with the cached latents to reuse.
 
-        Each returned clip contains only the captions for which the cache lacks a sample, and names the cached latents to reuse.
-
-        Args:
-            entries: samples of the cache by key.
-            rejected_videos: digests (`Clip.video`) of clips that are left out because this run rejected them.
+        Clips with a digest in `rejected_videos` are left out.
         """
         stored: dict[str, Samples] = defaultdict(dict)
         for key, entry in entries.items():
@@ -145,16 +127,9 @@ class SourceScan:
         return [clip for clip in lacking if clip is not None]
 
     def _lacking(self, clip: Clip, stored: Samples, entries: Mapping[str, IndexEntry]) -> Clip | None:
-        """Return a copy of a clip with only those captions for which the cache lacks a sample.
+        """Return a copy of a clip with the captions for which the cache lacks a sample, or None if there is none.
 
-        Args:
-            clip: clip with all its captions.
-            stored: all cached samples with the clip's file and time range. The dictionary maps the end of a sample's key, such as
-                "#0003#640x352", to the sample's index entry. The end names the window (range of frames) and the frame size.
-            entries: maps the key of each sample in the cache to its index entry.
-
-        Returns:
-            The copy, or None if the cache contains all samples of the clip.
+        `stored` has all cached samples of the clip's file and time range, `entries` all samples of the cache by key.
         """
         expected = self._expected(stored)
         rows = []
@@ -171,15 +146,7 @@ class SourceScan:
         return replace(lacking, latents=latents, decode=expected is None or not expected <= stored.keys())
 
     def _expected(self, stored: Samples) -> set[str] | None:
-        """Return the key suffixes of all samples that a clip must have. The suffix is the end of a sample's key in the cache. It
-        names a window (range of frames) and a size.
-
-        Return None if the number of windows or the sizes cannot be derived from the cached samples. The clip must then be
-        decoded.
-
-        Args:
-            stored: all cached samples with the clip's file and time range, as a dictionary of index entries by suffix.
-        """
+        """Return the suffixes of all samples that a clip must have; None if only decoding shows them."""
         by_size: dict[str, Samples] = defaultdict(dict)
         for suffix, entry in stored.items():
             window, size = split_suffix(suffix)
@@ -194,24 +161,13 @@ class SourceScan:
         return {window + size for window in windows for size in sizes}
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
-        """Return the keys of the cached samples that belong to the source and have a size that --max-pixels selects.
-
-        Args:
-            entries: samples of the cache by key.
-        """
+        """Return the keys of the cached samples that belong to the source and have a size that --max-pixels selects."""
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
     def footage(self, entries: Mapping[str, IndexEntry]) -> dict[str, Footage]:
-        """Return a dictionary that maps the key of each video clip with cached samples to three lengths in seconds.
-
-        The lengths are the part of the clip that its cached samples cover, the whole clip, and the part that samples would
-        cover with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few frames at the end stay
-        unused.
+        """Return the `Footage` of each video clip with cached samples, by key.
 
         Clips whose samples were imported are left out, because their length is unknown.
-
-        Args:
-            entries: samples of the cache by key.
         """
         windows: dict[str, Samples] = defaultdict(dict)
         for key in self.accepted(entries):
@@ -234,16 +190,10 @@ class SourceScan:
 
 @lru_cache(1 << 16)
 def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the size suffixes of a clip's samples. A size suffix is the end of a sample's key, which names the frame size. It is
-    "" for the first value of --max-pixels (largest area of a frame), and a text such as "#640x352" for each further value.
+    """Return the size suffixes of a clip's samples: "" for the first value of --max-pixels, "#640x352" and the like for others.
 
-    Return None if the display size is unknown, or if the clip is too small for one of the values. The clip must then be
-    decoded.
-
-    Args:
-        spec: settings of the samples, with all values of --max-pixels.
-        display_size: (width, height) in pixels at which a player shows the clip, after it applies the pixel aspect ratio. Width
-            and height are texts with an integer or a fraction, such as ("2560/3", "480"). () if the size is unknown.
+    Return None if the size is unknown or too small for a value; the clip must then be decoded. `display_size` is (width, height)
+    in pixels as a player shows the clip, each an integer or a fraction, such as ("2560/3", "480"), or () if unknown.
     """
     if not display_size:
         return None
@@ -281,13 +231,10 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return two digests (content, video) of a row (clip with one caption).
+    """Return two digests (content, video) of a row. Only `content` depends on the caption and the license.
 
-    The digest `video` depends on the file's content, the time range, and the crop and other files if the row has them. The digest
-    `content` also depends on the caption, and on the license if the row has a license.
-
-    The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
-    digests do not include the settings of the samples, because all samples of a cache have the same settings.
+    They use the content instead of the modification time, so that a copied data set is not encoded again, and no settings, which
+    are equal for all samples of a cache.
     """
     pieces = _read_pieces(row.path)
     part: list[Any] = [row.start, row.end, *filter(None, [row.crop])]
@@ -304,8 +251,7 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
 def _read_pieces(path: Path) -> bytes:
     """Read bytes that identify the content of a file.
 
-    From an image of at most 16 MiB, read the whole file. From other files, read nine blocks of 64 KiB: the first block, the
-    last block, and seven blocks between them.
+    They are a whole image of at most 16 MiB, or else nine blocks of 64 KiB: the first, the last, and seven between them.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -320,10 +266,7 @@ def _read_pieces(path: Path) -> bytes:
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """Parse a value of the option --part, such as "3/16".
-
-    Returns:
-        (number of the part, counted from 1; number of all parts). For "3/16", this is (3, 16).
+    """Parse a value of the option --part: "3/16" gives (3, 16).
 
     Raises:
         ConfigError: if the value is not I/N with integers 1 <= I <= N.
@@ -335,17 +278,10 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int]) -> list[FromSource]:
-    """Return the items of a source that belong to one part (the value of --part). All captions of a file belong to
-    the same part.
+    """Return the items of a source in one part: (number from 1, number of parts). All captions of a file are in one part.
 
-    The part of a file depends only on the file's path. If files are added to the source, the other files stay in their parts.
-    The path is relative to the folder `source`, or to the folder that contains the table or archive `source`. The path of
-    a file in another folder is absolute.
-
-    Args:
-        items: rows (clips with one caption) or rejections of the source.
-        source: folder, table or archive that contains the clips.
-        part: (number of the part from 1, number of parts).
+    The part depends only on the file's path, relative to the folder `source` or the folder of the table or archive `source`, so
+    other files stay in their parts if files are added. The path of a file elsewhere is absolute.
     """
     folder = Source(source).path
     folder = folder if folder.is_dir() else folder.parent

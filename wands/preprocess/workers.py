@@ -1,8 +1,8 @@
 """Worker processes that encode captions and clips.
 
-The workers are this process alone, subprocesses of this process (`--workers N`), or the ranks of a launcher such as torchrun.
-Each worker gets a fixed share of the captions and clips. The GPUs of a node are assigned to the workers in turn. One process
-leads the run: it scans the source, assigns the shares, and writes the index of the cache.
+They are this process alone, subprocesses (`--workers N`), or the ranks of a launcher such as torchrun. Each gets a fixed share of
+the captions and clips, and the GPUs of a node in turn. One process leads: it scans the source, assigns the shares, and writes the
+index of the cache.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ _LAUNCHER_TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 scans; launcher
 _SHARED_DISK_SECONDS = 120.0
 
 Task = Callable[[Any, int, Devices, Sequence[Any]], Iterator[Any]]
-"""Function that a worker runs. The function yields events, such as a finished clip.
+"""Function of (settings, number of the worker, devices, captions or clips) that a worker runs. It yields events.
 
-Its arguments are (settings, number of the worker, devices, captions or clips that this worker encodes). The settings are an
-object with the attribute `work`: the folder for the temporary files of the run.
+`settings.work` is the folder for the temporary files of the run.
 """
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Event that reports that a worker ended before all its captions or clips were finished.
+    """Event that a worker ended before all its captions or clips were finished.
 
     Attributes:
         slot: number of the worker.
-        reason: text for the report, which names the worker and the cause of its end.
-        error: error that ended the worker; None if the process of the worker died.
+        reason: text for the report, which names the worker and the cause.
+        error: error that ended the worker; None if its process died.
     """
 
     slot: int
@@ -55,14 +54,13 @@ Event = Done | WorkerTimes | Lost
 
 
 class WorkerPool:
-    """Workers (processes that encode) of a run. The class is a context manager; leaving the `with` block ends the workers.
+    """Workers of a run. Leaving the `with` block ends them.
 
     Attributes:
         size: number of workers.
-        rank: rank of this process under a launcher; 0 without a launcher. Rank 0 leads the run.
-        launched: whether a launcher such as torchrun has started several processes.
-        slots: numbers (0, 1, ...) of the workers that have not failed, in ascending order. Only these workers get
-            captions and clips.
+        rank: rank of this process under a launcher, else 0. Rank 0 leads the run.
+        launched: whether a launcher has started several processes.
+        slots: numbers of the workers that have not failed, in ascending order. Only these get captions and clips.
     """
 
     def __init__(
@@ -74,18 +72,12 @@ class WorkerPool:
     ) -> None:
         """Choose the workers and their devices. No process is started.
 
-        A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
-
-        Args:
-            workers: number of worker processes if there is no launcher. None chooses the number: one worker per GPU if `device`
-                is None or "cuda", and one worker on a machine without a GPU or for any other device. Several workers on one
-                device waste memory, because each worker loads all encoders.
-            device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
-            text_device: device of the text encoder UMT5. None uses the device of the VAE.
-            imports: modules of outside code, which each worker process imports.
+        A launcher is recognized by RANK, LOCAL_RANK and WORLD_SIZE. `workers` None means one worker per GPU if `device` is None
+        or "cuda", else one: several workers on one device waste memory. `device`, of the VAE and of CLIP, is by default cuda if a
+        GPU exists, else cpu. `text_device` is by default the same. `imports` are modules of outside code.
 
         Raises:
-            ConfigError: if a device cannot be used, or `workers` is above 1 although a launcher has started several processes.
+            ConfigError: if a device cannot be used, or `workers` is above 1 under a launcher.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if workers is None:
@@ -109,10 +101,7 @@ class WorkerPool:
         self._ranks_wait = True
 
     def devices(self, number: int) -> Devices:
-        """Return the devices of a worker. The GPUs of a node are assigned to the workers on this node in turn.
-
-        Args:
-            number: number of the worker on its node.
+        """Return the devices of a worker, by its number on its node.
 
         Raises:
             ConfigError: if a device cannot be used.
@@ -123,31 +112,18 @@ class WorkerPool:
         return Devices(vae, pick_device("--text-device", text, number) if text else vae)
 
     def limit(self, num_items: int) -> None:
-        """Reduce the number of workers to at most `num_items`, because more workers would have nothing to do.
-
-        If a launcher such as torchrun has started the workers, their number does not change.
-
-        Args:
-            num_items: number of captions or clips to encode.
-        """
+        """Reduce the number of workers to at most `num_items`, unless a launcher has started them."""
         if not self.launched:
             self.size = max(1, min(self.size, num_items))
             self.slots = list(range(self.size))
 
     def run(self, task: Task, settings: Any, shares: Mapping[int, Sequence[Any]]) -> Iterator[Event]:
-        """Run a task on the share of every worker, and yield the events that the workers report, such as a finished clip.
+        """Run a task on the share of every worker, and yield the events that the workers report.
 
-        Without a launcher, all events are yielded when they happen. Under a launcher, only the events of rank 0 are yielded when
-        they happen, and the events of other ranks are yielded at the end.
-
-        Args:
-            task: function such as `encode_captions` or `encode_clips`.
-            settings: first argument of the task.
-            shares: maps the number of each worker to its share, a list of captions or clips.
+        Under a launcher, the events of ranks other than rank 0 are yielded at the end.
 
         Raises:
-            WandsError: if there is only one worker and the task raises this error. With several workers, a `Lost` event
-                reports the error.
+            WandsError: if there is only one worker and the task raises it. With several, a `Lost` event reports the error.
         """
         if self.launched:
             self._scatter([(task, settings, shares.get(rank, ())) for rank in range(self.size)])
@@ -182,7 +158,7 @@ class WorkerPool:
         """On a rank other than rank 0, run the tasks that rank 0 sends, until rank 0 has finished.
 
         Raises:
-            WandsError: if rank 0 ended with a WandsError. Both errors have the same message.
+            WandsError: if rank 0 ended with a WandsError, with the same message.
         """
         while (order := self._scatter(None)) is not None:
             if isinstance(order, WandsError):
@@ -219,12 +195,7 @@ def _run_in_subprocess(
 
 
 def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
-    """Yield the events of a worker. If the worker crashes or raises a WandsError, yield a `Lost` event at the end.
-
-    Args:
-        slot: number of the worker.
-        events: events of the worker's task.
-    """
+    """Yield the events of a worker. If it crashes or raises a WandsError, yield a `Lost` event at the end."""
     try:
         yield from events
     except Crash as crash:
@@ -234,15 +205,7 @@ def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
 
 
 def _wait_for_shared_disk(rank: int, settings: Any) -> None:
-    """Wait until this process can see the work folder that rank 0 created, because network file systems show new files late.
-
-    Args:
-        rank: rank of this process, for the error message.
-        settings: settings of the run with the path of the work folder.
-
-    Raises:
-        CacheError: if the folder does not appear within 120 s.
-    """
+    """Wait until this process sees the work folder of rank 0, because network file systems show new files late."""
     began = time.monotonic()
     while not settings.work.is_dir():
         if time.monotonic() - began > _SHARED_DISK_SECONDS:
@@ -254,16 +217,10 @@ def _wait_for_shared_disk(rank: int, settings: Any) -> None:
 
 
 def pick_device(option: str, name: str, number: int = 0) -> torch.device:
-    """Return the device `name` for a worker. If the name is "cuda" without an index, the GPUs of the node are assigned to
-    the workers in turn.
-
-    Args:
-        option: command-line option that sets the device, for the error message.
-        name: name of the device, for example "cpu" or "cuda:1".
-        number: number of the worker on its node.
+    """Return the device `name`. "cuda" without an index is the GPU of worker `number` of the node, in turn.
 
     Raises:
-        ConfigError: if the device cannot be used.
+        ConfigError: if the device cannot be used; the message names the command-line option.
     """
     try:
         device = torch.device(name)

@@ -1,7 +1,4 @@
-"""Draw contact sheets: PNG files with a few frames of each sampled video.
-
-A sheet can also show other videos, such as the training clip, next to the sampled videos.
-"""
+"""Draw contact sheets: PNG files with a few frames of each sampled video, and of other videos such as the training clip."""
 
 from __future__ import annotations
 
@@ -36,12 +33,11 @@ LINE = (222, 222, 226)
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One row of a contact sheet, which shows frames of one or more videos next to each other.
+    """One row of a contact sheet: frames of one or more videos next to each other, below a caption.
 
     Attributes:
         label: caption above the frames.
-        videos: frames of each video, uint8 [frames, rows, columns, 3]. The sizes may differ. None leaves the place of a
-            video empty.
+        videos: uint8 [frames, rows, columns, 3] of any sizes. None leaves the place of a video empty.
     """
 
     label: str
@@ -49,16 +45,9 @@ class SheetRow:
 
 
 def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
-    """Choose `count` evenly spaced frames of a video, including the first and the last frame.
+    """Return `count` evenly spaced frames with the first and the last, or all if there are fewer.
 
-    If the video has fewer frames than `count`, choose all frames.
-
-    Args:
-        frames: frames of the video, uint8 [frames, rows, columns, 3].
-        count: number of frames to choose, at least 1.
-
-    Returns:
-        The chosen frames, uint8 [chosen frames, rows, columns, 3].
+    Videos are uint8 [frames, rows, columns, 3].
     """
     return frames[np.linspace(0, len(frames) - 1, min(len(frames), count)).round().astype(int)]
 
@@ -69,13 +58,10 @@ def save_contact_sheet(
     frames_per_row: int = 4,
     headings: Sequence[str] = ("clip", "sample"),
 ) -> None:
-    """Draw a contact sheet with the rows below each other, and write the sheet as a PNG.
+    """Draw at least one row, and write the sheet as a PNG.
 
-    Args:
-        path: PNG to create or replace.
-        rows: rows of the sheet, at least one. A row shows frames of one or more videos next to each other.
-        frames_per_row: number of evenly spaced frames to show of each video.
-        headings: text above each column of videos. It is drawn only if a row has several videos.
+    `frames_per_row` evenly spaced frames of each video are shown. The headings of the columns are drawn only if a row has several
+    videos.
 
     Raises:
         WandsError: if the file cannot be written.
@@ -104,14 +90,7 @@ def save_contact_sheet(
 
 
 def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], width: int) -> Image.Image:
-    """Draw one row of a contact sheet: a caption, and below the caption the strips (frames of a video in a line).
-
-    Args:
-        label: text of the caption.
-        strips: the strip of each video.
-        lefts: for each strip, the distance in pixels from the left edge of the row to the left edge of the strip.
-        width: width of the row in pixels.
-    """
+    """Draw one row of a contact sheet. `lefts` are the distances of the strips from its left edge in pixels."""
     font = _font(15)
     lines = _wrap_text(label, font, width)
     line_height = _line_height(font)
@@ -149,10 +128,7 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
 
 
 def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break a text at spaces into at most `LABEL_LINES` (2) lines, each at most `width` pixels wide.
-
-    A text that does not fit is cut and gets an ellipsis.
-    """
+    """Break a text at spaces into at most `LABEL_LINES` lines of `width` pixels. A text that does not fit gets an ellipsis."""
     lines: list[str] = []
     # A longer label never fits, and measuring it again and again would take minutes.
     rest = " ".join(text[: LABEL_LINES * width].split())

@@ -25,15 +25,15 @@ from wands.sampling.requests import SampleRequest, flag_of
 from wands.variants import Variant
 
 Files = Mapping[str, np.ndarray]
-"""Maps the column of a file, such as "control", to what `ClipFile.of_window` returned for the frames of a video."""
+"""Result of `ClipFile.of_window` for the frames of a video, by the column of the file, such as "control"."""
 
 
 class ExtraInputs(NamedTuple):
-    """Inputs that the model gets of the conditions of outside code for one video.
+    """Inputs of the conditions of outside code for one video.
 
     Attributes:
-        channels: [1, C', f, h, w], channels to append to the latents. None for no channels.
-        tokens: [1, I, E], tokens to append to the cross-attention to images. None for no tokens.
+        channels: [1, C', f, h, w] to append to the latents, or None.
+        tokens: [1, I, E] to append to the cross-attention to images, or None.
     """
 
     channels: Tensor | None = None
@@ -44,15 +44,7 @@ NO_INPUTS = ExtraInputs()
 
 
 def read_inputs(requests: Sequence[SampleRequest], variant: Variant) -> tuple[list[Files], list[str]]:
-    """Read the files of all requests that the conditions of outside code need.
-
-    Args:
-        requests: requests whose sizes are valid for the model.
-        variant: variant of the model, with its conditions.
-
-    Returns:
-        (files of each request, error texts). There is one error text for each file that is missing or cannot be used.
-    """
+    """Return the files that conditions of outside code need for each checked request, and an error text for each bad file."""
     kinds = {kind.column: kind for kind in clip_files_of(variant.extra)}
     flag = flag_of("inputs")
     files = list[Files]()
@@ -120,7 +112,7 @@ def _read_file(path: Path, kind: ClipFile, request: SampleRequest, variant: Vari
 
 @torch.no_grad()
 def encode_inputs(request: SampleRequest, files: Files, variant: Variant, encoders: Encoders) -> ExtraInputs:
-    """Return what the model gets of the conditions of outside code for one video, on the CPU."""
+    """Return the inputs of the conditions of outside code for one video, on the CPU."""
     latents = variant.latent_size(request.num_frames, request.height, request.width)
     size = ClipSize(latents, variant.dit.patch_size)
     gray = torch.full((request.num_frames, request.height, request.width, 3), 128, dtype=torch.uint8)
@@ -151,12 +143,7 @@ def encode_inputs(request: SampleRequest, files: Files, variant: Variant, encode
 
 @contextmanager
 def appended(pipeline: Any, extra: ExtraInputs) -> Iterator[None]:
-    """Append inputs to what a pipeline passes to its transformers, inside a `with` block.
-
-    Args:
-        pipeline: pipeline whose transformers take the inputs.
-        extra: inputs of the video that is sampled inside the block.
-    """
+    """Append inputs to what a pipeline passes to its transformers, inside a `with` block."""
 
     def forward(own_forward: Callable[..., Any], **inputs: Any) -> Any:
         for name, more, dim in (

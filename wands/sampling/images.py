@@ -1,4 +1,4 @@
-"""Read the images that sampled videos start or end with. The images are scaled and cropped like training clips."""
+"""Read the images that sampled videos start or end with, scaled and cropped like training clips."""
 
 from __future__ import annotations
 
@@ -18,21 +18,12 @@ from wands.own_files import open_regular_file
 from wands.sampling.requests import SampleRequest, flag_of
 
 ConditionImages: TypeAlias = Mapping[str, Image.Image]
-"""First and last image of a video to sample, in RGB and in the size of the video. The keys "image" and "last_image" are arguments
-of diffusers' pipelines. An image that the user did not give is missing.
-"""
+"""First and last image of a video in RGB and its size, if the user gave them, by argument of diffusers' pipelines."""
 NO_IMAGES: ConditionImages = {}
 
 
 def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages], list[str]]:
-    """Read the first and last images of all requests, scaled and cropped to the size of each request's video.
-
-    Args:
-        requests: requests whose heights and widths are valid for the model.
-
-    Returns:
-        (images of each request, error texts). There is one error text for each file that cannot be used.
-    """
+    """Return the first and last images of each checked request in the size of its video, and an error text for each bad file."""
     read = functools.cache(read_image)  # many prompts may share an image
     images = list[ConditionImages]()
     problems = []
@@ -49,15 +40,9 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
 
 
 def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
-    """Read an image or one frame of a video, and return it in RGB with the requested size.
+    """Read an image or the first (or last) frame of a video in RGB, scaled to cover the size and cropped at its center.
 
-    The image is scaled to cover the requested size and cropped at its center, by the same code that decodes training clips.
-
-    Args:
-        path: a video, or an image in any format that FFmpeg or Pillow reads.
-        height: height of the result in pixels.
-        width: width of the result in pixels.
-        last: whether to read the last frame of a video instead of the first frame.
+    The code that decodes training clips is used. `path` may have any format that FFmpeg or Pillow reads.
 
     Raises:
         DataError: if neither FFmpeg nor Pillow can read the file.

@@ -1,6 +1,6 @@
-"""Add LoRAs to the DiTs for sampling: find the files, read them with the reader that training uses, and load them.
+"""Add LoRAs to the DiTs for sampling, read with the reader that training uses.
 
-diffusers' own reader is not used, because it drops the keys of norms, modulation tables and DoRA without an error.
+diffusers' own reader drops the keys of norms, modulation tables and DoRA without an error.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Lora:
     Attributes:
         path: file, folder or Hub id as the user typed it.
         files: the file of the LoRA, or one file for each expert.
-        scale: factor that multiplies the LoRA's update of the weights.
-        flag: command line flag that the user typed, for error messages.
+        scale: factor on the LoRA's update of the weights.
+        flag: command line flag that the user typed.
     """
 
     path: str
@@ -44,11 +44,11 @@ class Lora:
 
     @property
     def label(self) -> str:
-        """Flag and path that the user typed, such as "--lora=style.safetensors". Error messages name the LoRA with this text."""
+        """Flag and path that the user typed, such as "--lora=style.safetensors", for error messages."""
         return f"{self.flag}={self.path}"
 
     def assigned(self, two_experts: bool) -> Lora:
-        """Return a copy of this LoRA whose files name the DiTs that they change in a model.
+        """Return a copy whose files name the DiTs that they change in a model.
 
         Raises:
             ConfigError: if the LoRA is for another kind of model, or does not say for which of two experts it is.
@@ -66,12 +66,9 @@ class Lora:
 def find_loras(
     lora: Sequence[str | Path], lora_1: Sequence[str | Path] = (), lora_2: Sequence[str | Path] = ()
 ) -> list[Lora]:
-    """Find the files of LoRAs. Download a LoRA that is given as a Hub id. Do not read any tensor.
+    """Find the files of the values "PATH" or "PATH=SCALE" of --lora, --lora-1 and --lora-2. No tensor is read.
 
-    Args:
-        lora: values of the flag --lora, each "PATH" or "PATH=SCALE".
-        lora_1: values of the flag --lora-1, for the high-noise expert.
-        lora_2: values of the flag --lora-2, for the low-noise expert.
+    A LoRA that is given as a Hub id is downloaded.
 
     Raises:
         ConfigError: if a scale is not a number, or a LoRA does not exist or is damaged.
@@ -110,8 +107,7 @@ def _find(flag: str, path: str, scale: float) -> Lora:
 def _fetch(path: str, flag: str) -> Path:
     """Download the LoRA weights of a Hub repository and return their local folder.
 
-    diffusers is not used for the download, because diffusers would load only the first file of the repository. In a
-    repository with one file for each expert, diffusers would ignore the file of the low-noise expert without a warning.
+    diffusers would load only the first file, and ignore that of the low-noise expert without a warning.
     """
     root = fetch_model(path, key=flag, allow=("*.safetensors", f"*{PEFT_CONFIG}"))  # * matches folders too
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
@@ -121,15 +117,10 @@ def _fetch(path: str, flag: str) -> Path:
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
-    """Add LoRAs to the DiTs of a pipeline, each with its scale.
+    """Add LoRAs (results of `Lora.assigned`) to the DiTs of a pipeline for which offloading is not enabled yet.
 
-    The LoRA matrices become PEFT layers next to the linear layers. They are not merged into the weights, because a bf16 weight
-    would lose small updates. Some LoRA files also contain full-size updates of parameters (tensors such as `.diff`). These are
-    added to the weights.
-
-    Args:
-        pipeline: diffusers pipeline for which offloading is not enabled yet.
-        loras: LoRAs that name their DiTs, see `Lora.assigned`.
+    The matrices become PEFT layers next to the linear layers, because a bf16 weight would lose small updates if they were merged.
+    Full-size updates of parameters (tensors such as `.diff`) are added to the weights.
 
     Raises:
         ConfigError: if a file is damaged, has an unknown layout, uses a method other than LoRA, or does not fit the DiT.
@@ -163,10 +154,9 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
-    """Cast both matrices of a LoRA pair to the DiT's dtype `dtype`, or to the dtype of lora_B if that dtype is wider.
+    """Cast a LoRA pair to `dtype`, or to the dtype of lora_B if that is wider.
 
-    Call this function before `lora_tensors`, which multiplies lora_B by alpha / rank. In a narrower dtype, the product would
-    lose digits.
+    `lora_tensors` then multiplies lora_B by alpha / rank, which would lose digits in a narrower dtype.
     """
     dtype = torch.promote_types(pair.lora_B.dtype, dtype)
     return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)
@@ -175,10 +165,7 @@ def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
 def _read(lora: Lora, file: FoundLora, pipeline: Any) -> dict[str, LoraUpdate]:
     """Read a file of a LoRA, and return its update for each DiT.
 
-    If an update contains parameters that its DiT lacks, these parameters are left out with a warning.
-
-    Raises:
-        ConfigError: if the file is damaged or not a LoRA of Wan, or if a DiT lacks all parameters of its update.
+    Parameters that a DiT lacks are left out with a warning, or with a ConfigError if these are all.
     """
     try:
         updates = file.read(lora.label)

@@ -36,15 +36,14 @@ CLASSES = ("WanPipeline", "WanImageToVideoPipeline")
 
 @dataclass(frozen=True)
 class DiTSource:
-    """Place from which a DiT (diffusion transformer) is loaded: a diffusers folder, or a checkpoint of `wands train`.
+    """Place from which a DiT is loaded: a diffusers folder, or a checkpoint of `wands train`.
 
     Attributes:
-        folder: for a diffusers folder, its path or Hub id. For a checkpoint, the path of its folder (`step_*`).
+        folder: path or Hub id of a diffusers folder, or path of a checkpoint (`step_*`).
         subfolder: subfolder of `folder` that contains the DiT; "" if `folder` contains the DiT itself.
         label: flag and value that the user typed, for error messages.
-        config: for a checkpoint, the diffusers config of the DiT. None for a diffusers folder, which contains the config.
-        load: for a checkpoint, a function that returns the weights: fp32 CPU tensors by diffusers parameter name. None for a
-            diffusers folder, which contains the weights.
+        config: diffusers config of a checkpoint's DiT; None for a diffusers folder, which contains it.
+        load: returns a checkpoint's weights, fp32 CPU tensors by diffusers parameter name; None for a diffusers folder.
     """
 
     folder: str
@@ -56,15 +55,14 @@ class DiTSource:
 
 @dataclass(frozen=True)
 class PipelineSource:
-    """Checked description of a diffusers pipeline to load: its folder, class, DiTs, LoRAs and model variant.
+    """Checked description of a diffusers pipeline to load.
 
     Attributes:
-        model: folder or Hub id of the diffusers pipeline.
+        model: folder or Hub id of the pipeline.
         class_name: class of the pipeline, one of `CLASSES`.
-        dits: maps "transformer", and for a model with two experts also "transformer_2", to the place from which this DiT is
-            loaded.
-        config: diffusers config of the DiTs, which is equal for both experts.
-        variant: variant (kind of Wan model), found from the configs.
+        dits: source of "transformer", and for a model with two experts also of "transformer_2".
+        config: diffusers config of the DiTs, equal for both experts.
+        variant: variant found from the configs.
         loras: LoRAs to add to the DiTs, in this order.
     """
 
@@ -83,14 +81,10 @@ def find_pipeline(
     conditions: Sequence[ExtraInput] = (),
     is_base: bool = False,
 ) -> PipelineSource:
-    """Read the configs of a pipeline, and check that its DiTs, VAE, encoders and LoRAs fit each other. Do not read any weight.
+    """Read the configs of a pipeline, and check that its DiTs, VAE, encoders and LoRAs fit each other. No weight is read.
 
-    Args:
-        model: folder or Hub id of a diffusers pipeline.
-        dits: maps "transformer" or "transformer_2" to the source that replaces this DiT of the pipeline.
-        loras: result of `find_loras`.
-        conditions: conditions of outside code.
-        is_base: whether the DiTs may lack the channels of the conditions, because a training run adds them.
+    `dits` replace DiTs of the pipeline, `loras` are a result of `find_loras`, and `conditions` are from outside code. With
+    `is_base`, the DiTs may lack the channels of the conditions, because a training run adds them.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan pipeline, or if its components do not fit each other.
@@ -171,13 +165,9 @@ def _read_pipeline_config(path: Path, label: str) -> dict[str, Any]:
 
 
 def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> None:
-    """Check that the VAE and the encoders of a pipeline have the sizes that its DiT needs.
+    """Check that the VAE and the encoders of a pipeline in `root` have the sizes that its DiT needs.
 
-    Args:
-        label: flag and value that name the pipeline, for error messages.
-        root: folder of the pipeline.
-        variant: model variant of the DiT.
-        origin: flag and value that name the DiT, for error messages.
+    `label` and `origin` are the flags and values that name the pipeline and the DiT in error messages.
 
     Raises:
         ConfigError: if a config is missing, or a size in a config differs from the size that the DiT needs.
@@ -213,13 +203,8 @@ def load_pipeline(
 ) -> AnyPipeline:
     """Load all weights of a pipeline, add the LoRAs, and move the models to the device.
 
-    Args:
-        source: the pipeline and its LoRAs, a result of `find_pipeline`.
-        dtype: dtype of the DiTs and the text encoder. The VAE, the image encoder and a few layers of the DiTs stay
-            fp32.
-        device: device to sample on.
-        offload: "none" keeps all models on `device`. The two other values keep the weights on the CPU: "model" moves one
-            model at a time to `device`, and "sequential" moves one layer at a time.
+    `dtype` applies to the DiTs and the text encoder; the VAE, the image encoder and a few layers of the DiTs stay fp32. `offload`
+    "model" or "sequential" keeps the weights on the CPU and moves one model or one layer at a time to the device.
 
     Raises:
         ConfigError: if files are missing or damaged, the tensors do not fit the configs, or a LoRA fits no module.
@@ -239,12 +224,7 @@ def load_pipeline(
 
 
 def apply_options(pipeline: AnyPipeline, options: InferOptions) -> None:
-    """Change a pipeline in place: the scheduler, the dtype of the VAE's decoder, and whether the DiTs are compiled.
-
-    Args:
-        pipeline: result of `load_pipeline`.
-        options: options of `wands infer`. `vae_dtype` applies to the VAE's decoder. The VAE's encoder stays fp32.
-    """
+    """Set the scheduler and the dtype of the VAE's decoder in place, and compile the DiTs. The VAE's encoder stays fp32."""
     if options.scheduler == "euler":
         shift = pipeline.scheduler.config[shift_key(pipeline.scheduler)]
         pipeline.register_modules(scheduler=EulerScheduler(shift=shift))
@@ -319,12 +299,9 @@ def _load_trained(
 def load_components(
     source: PipelineSource, dits: Mapping[str, torch.nn.Module | None], dtype: torch.dtype
 ) -> AnyPipeline:
-    """Build a pipeline on the CPU from the given DiTs. Load all other models of the pipeline from its files.
+    """Build a pipeline on the CPU from the given DiTs and its other models, which are loaded from its files.
 
-    Args:
-        source: result of `find_pipeline`.
-        dits: maps "transformer" or "transformer_2" to the loaded DiT. None builds the pipeline without this DiT.
-        dtype: dtype of the text encoder. The VAE and the image encoder are loaded in fp32.
+    A DiT may be None. `dtype` applies to the text encoder; the VAE and the image encoder are fp32.
 
     Raises:
         ConfigError: if files are missing or damaged.

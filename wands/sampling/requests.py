@@ -1,4 +1,4 @@
-"""Build sample requests. A sample request is a prompt with its options. All requests are checked before any weight is read."""
+"""Build sample requests: prompts with their options. All requests are checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from wands.variants import SamplingDefaults, Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
-"""Names of the columns with the paths of clips in the metadata file of a data set. If a metadata file is used as a prompt
-file, these columns are ignored.
-"""
+"""Columns with the paths of clips in a metadata file, which are ignored if the file is used as a prompt file."""
 
 
 class SampleRequest(BaseModel):
     """Prompt and options of one video to sample.
 
-    If a line of a prompt file sets a field, the field overrides the command line option with the same name. If neither sets
-    the field, `build_requests` uses the official option of the model.
+    A field of a line of a prompt file overrides the command line option of this name. If neither is set, `build_requests` uses
+    the official option of the model.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,15 +54,9 @@ class SampleRequest(BaseModel):
 
 
 def size_problem(variant: Variant, key: str, value: int) -> str | None:
-    """Check the height, the width or the number of frames of a video against the values that a model can sample.
+    """Check `key`, "height", "width" or "num_frames", against the values that a model can sample.
 
-    Args:
-        variant: variant of the model.
-        key: "height", "width" or "num_frames".
-        value: number of pixels or frames, at least 1.
-
-    Returns:
-        None if the value is valid. Otherwise a text with the broken rule and the nearest valid values.
+    Return None if the value is valid, else a text with the broken rule and the nearest valid values.
     """
     axis = ("num_frames", "height", "width").index(key)
     stride = variant.vae_stride[axis]
@@ -86,20 +78,15 @@ def flag_of(field: str) -> str:
 
 
 def read_prompts(path: Path) -> list[SampleRequest]:
-    """Read a prompt file and return its sample requests.
+    """Return one request per line of a prompt file, with only the fields that the line contains.
 
-    Args:
-        path: `.txt` file with one prompt per line, or `.jsonl` file with one JSON object per line. The keys of an
-            object are `prompt` (or `caption`, `text` or `cap`) and any other field of `SampleRequest`. Keys with the path of
-            a training clip, such as `video`, are ignored. Empty lines are skipped. Relative image paths start at the folder
-            of the prompt file.
-
-    Returns:
-        One request per line, in the order of the file. Only the fields that a line contains are set in its request.
+    A `.txt` file has one prompt per line. A `.jsonl` file has one JSON object per line, with the keys `prompt` (or `caption`,
+    `text` or `cap`) and any other field of `SampleRequest`. Keys with the path of a training clip, such as `video`, and empty
+    lines are ignored. Relative image paths start at the folder of the prompt file.
 
     Raises:
-        ConfigError: if the file is missing, is empty, has a wrong suffix, or contains invalid lines. The error lists
-            all invalid lines.
+        ConfigError: if the file is missing, is empty, has a wrong suffix, or contains invalid lines. The error lists all invalid
+            lines.
     """
     label = f"--prompts-file={path}"
     if path.suffix not in (".txt", ".jsonl"):
@@ -152,17 +139,12 @@ def _request_fields(row: dict[str, Any] | str, folder: Path) -> dict[str, Any]:
 def build_requests(
     prompts: Sequence[str | SampleRequest], options: Mapping[str, Any], variant: Variant
 ) -> tuple[list[SampleRequest], list[str]]:
-    """Combine every prompt with the command line options, and check the resulting requests.
+    """Combine every prompt with the command line options. Return the requests, and the error texts of all prompts.
 
-    Args:
-        prompts: texts or requests. The fields that are set in a request override `options`.
-        options: maps a field of `SampleRequest` to one value for all prompts, or to a list with one value per prompt.
-            None or an empty list means that the option was not given. If there is only one `seed`, prompt number i
-            (from 0) gets seed + i, so that equal prompts give different videos.
-        variant: kind of Wan model. Its sampling defaults fill the fields that are not set.
-
-    Returns:
-        (requests, error texts of all prompts). A prompt with an invalid field has error texts and no request.
+    A prompt with an invalid field has error texts and no request. The fields that are set in a request override `options`, and
+    the sampling defaults of the variant fill the rest. An option has one value for all prompts or a list with one per prompt;
+    None or an empty list means that it was not given. With only one `seed`, prompt number i (from 0) gets seed + i, so that equal
+    prompts give different videos.
     """
     if not prompts:
         return [], ["--prompt is missing. Add --prompt TEXT at least once, or --prompts-file FILE."]
@@ -204,9 +186,9 @@ def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleR
 
     Exceptions:
 
-    - If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset. Both experts then use `guidance_scale`.
-    - If the model was published with a scheduler that has the official shift, an unset `flow_shift` stays unset. The
-      scheduler of the loaded pipeline then keeps its own shift.
+    - If `guidance_scale` is set, an unset `guidance_scale_2` stays unset: both experts use `guidance_scale`.
+    - If the model was published with a scheduler that has the official shift, an unset `flow_shift` stays unset: the scheduler of
+      the loaded pipeline keeps its own shift.
     - Without guidance, an unset negative prompt becomes empty.
     """
     options = asdict(sampling)
@@ -225,12 +207,7 @@ def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleR
 def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[str, str]]:
     """Find options of a request that do not fit the model, that are missing, or that would have no effect.
 
-    Args:
-        request: request to check.
-        variant: variant of the model.
-
-    Yields:
-        A pair for each problem: the option, such as "--height=100", and a text that says what is wrong and how to fix it.
+    Yield the option, such as "--height=100", and a text that says what is wrong and how to fix it.
     """
     for key in ("height", "width", "num_frames"):
         if text := size_problem(variant, key, size := getattr(request, key)):

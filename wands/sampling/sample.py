@@ -24,22 +24,16 @@ from wands.sampling.schedulers import with_shift
 from wands.variants import TEXT_LEN
 
 Texts: TypeAlias = tuple[Tensor, Tensor | None]
-"""Embeddings of the prompt and of the negative prompt, each [1, tokens, channels]. The negative prompt's embedding is None
-without guidance."""
+"""Embeddings of the prompt and of the negative prompt (None without guidance), each [1, tokens, channels]."""
 
 
 def pipeline_for(
     pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
 ) -> AnyPipeline:
-    """Return a pipeline for one request, with the models of `pipeline` and a new scheduler.
+    """Return a pipeline for one request, with the models of `pipeline` and a new scheduler with the request's `flow_shift`.
 
-    A scheduler keeps state of the previous sample, so every request needs a new scheduler. For the TI2V model,
-    diffusers has two pipeline classes: one for requests with an image, and one for requests without an image.
-
-    Args:
-        pipeline: pipeline of the model, of either class.
-        request: sample request. Its `flow_shift` is set in the new scheduler.
-        images: images of the request, which decide the class of the result.
+    A scheduler keeps state of the previous sample. For the TI2V model, diffusers has one pipeline class for requests with an
+    image, and one for requests without.
     """
     # Imported only if used, because the class for images requires torchvision.
     name = "WanImageToVideoPipeline" if "image" in images else "WanPipeline"
@@ -56,16 +50,7 @@ def pipeline_for(
 
 @torch.no_grad()
 def encode_texts(pipeline: AnyPipeline, request: SampleRequest) -> Texts:
-    """Encode the prompt of a request, and its negative prompt if the request uses guidance.
-
-    Args:
-        pipeline: result of `pipeline_for` for this request.
-        request: request to sample.
-
-    Returns:
-        (embedding of the prompt, embedding of the negative prompt), each [1, tokens, channels]. The second embedding is
-        None without guidance.
-    """
+    """Encode the prompt of a request, and its negative prompt if the request uses guidance. `pipeline` is from `pipeline_for`."""
     both = request.prompt, request.negative_prompt
     texts: Texts = pipeline.encode_prompt(*both, request.guidance_scale > 1, max_sequence_length=TEXT_LEN)
     return texts
@@ -79,19 +64,10 @@ def sample_latents(
     guidance: dist.ProcessGroup | Literal["batched"] | None = None,
     extra: ExtraInputs = NO_INPUTS,
 ) -> Tensor:
-    """Run the denoising loop of a pipeline for one request.
+    """Return the final normalized latents of a request, fp32 [channels, frames, rows, columns] on the CPU.
 
-    Args:
-        pipeline: result of `pipeline_for` for this request.
-        request: request to sample.
-        images: images of the request.
-        texts: result of `encode_texts`; None encodes the texts.
-        guidance: how to compute the two predictions of a step with guidance, see `predict_together`. None computes them one
-            after the other, as diffusers does.
-        extra: inputs of conditions of outside code.
-
-    Returns:
-        The final normalized latents, fp32 [latent channels, latent frames, latent rows, latent columns] on the CPU.
+    `pipeline` is the result of `pipeline_for`. `texts` None encodes the texts. `guidance` is as in `predict_together`; None
+    computes the two predictions of a step one after the other, as diffusers does.
 
     Raises:
         WandsError: if the latents are not finite.
@@ -134,18 +110,13 @@ def sample_latents(
 def predict_together(
     pipeline: AnyPipeline, texts: Sequence[Tensor], guidance: dist.ProcessGroup | Literal["batched"]
 ) -> Iterator[None]:
-    """Make a pipeline compute both predictions of classifier-free guidance in one call of the transformer.
+    """Make a pipeline compute both predictions of classifier-free guidance in one call of the transformer, inside a `with` block.
 
-    In each denoising step, diffusers calls the transformer with the prompt, and then with the negative prompt. Inside
-    this context, the first call computes both predictions, and returns the prediction for the prompt. The second call returns
-    the stored prediction for the negative prompt.
+    In each denoising step, diffusers calls the transformer with the prompt, and then with the negative prompt. The first call now
+    computes both predictions, and the second call returns the stored one.
 
-    Args:
-        pipeline: pipeline that samples with guidance inside this context.
-        texts: (embedding of the prompt, embedding of the negative prompt), each [1, tokens, channels].
-        guidance: "batched" computes both predictions on this rank, with batch size 2. With a process group of two ranks, the
-            first rank computes the prediction for the prompt, and the second rank the prediction for the negative prompt.
-            Both ranks get both predictions.
+    `guidance` "batched" computes both on this rank, with batch size 2. With a process group of two ranks, the first computes the
+    prediction for the prompt and the second that for the negative prompt, and both ranks get both.
     """
     waiting: list[Tensor] = []
 
@@ -171,15 +142,10 @@ def predict_together(
 
 @torch.no_grad()
 def decode_latents(pipeline: AnyPipeline, latents: Tensor, *, tiled: bool = False) -> np.ndarray:
-    """Decode latents to frames with exactly the operations of diffusers' Wan pipelines.
+    """Decode normalized latents to frames, uint8 [frames, rows, columns, 3], exactly as diffusers' Wan pipelines.
 
-    Args:
-        pipeline: pipeline whose VAE decodes the latents.
-        latents: normalized latents, fp32 [latent channels, latent frames, latent rows, latent columns].
-        tiled: decode overlapping tiles of each frame, with diffusers' tile sizes.
-
-    Returns:
-        Frames of the video, uint8 [frames, rows, columns, 3].
+    `latents` are fp32 [latent channels, latent frames, latent rows, latent columns]. `tiled` decodes overlapping tiles of each
+    frame, with diffusers' tile sizes.
     """
     vae = pipeline.vae
     latents = latents[None].to(pipeline._execution_device, vae.dtype)

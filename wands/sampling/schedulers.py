@@ -9,12 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 
 def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
-    """Return a copy of a scheduler with a new shift of the noise schedule. The copy has no state of an earlier sampling loop.
-
-    Args:
-        scheduler: flow-matching scheduler of diffusers.
-        flow_shift: shift of the new scheduler; None keeps the shift of `scheduler`.
-    """
+    """Return a copy of a scheduler with a new shift (None keeps it), and without state of an earlier sampling loop."""
     change = {} if flow_shift is None else {shift_key(scheduler): flow_shift}
     return type(scheduler).from_config(scheduler.config, **change)
 
@@ -29,10 +24,9 @@ class EulerScheduler(FlowMatchEulerDiscreteScheduler):
     """Euler scheduler with the noise levels 1, 1 - 1/N, ..., 1/N before the shift, for N steps.
 
     LoRAs that reduce sampling to 4 steps are trained at these noise levels. With shift 5, the timesteps are 1000, 937.5, 833.3
-    and 625. With `FlowMatchEulerDiscreteScheduler` of diffusers, the last step would change almost nothing, because it would
-    start at a noise level of almost 0 instead of 1/N.
+    and 625. In diffusers' `FlowMatchEulerDiscreteScheduler`, the last step starts at a noise level of almost 0 instead of 1/N and
+    would change almost nothing.
     """
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        """Set the noise levels for sampling a video in `num_inference_steps` steps."""
         super().set_timesteps(device=device, sigmas=np.linspace(1, 0, num_inference_steps, False).tolist())

@@ -1,11 +1,11 @@
-"""Sample each video on all ranks of a launcher together. The ranks divide the tokens of diffusers' transformers among them.
+"""Sample each video on all ranks of a launcher, which divide the tokens of diffusers' transformers among themselves.
 
-Between the first block and the head, all modules except self-attention process each token separately, so these modules
-of diffusers stay unchanged. Hooks select this rank's tokens and rotary angles before the blocks. A new attention
-processor computes self-attention over the tokens of all ranks. A hook after the head joins the tokens of all ranks.
+Between the first block and the head, all modules except self-attention process each token separately and stay unchanged. Hooks
+select this rank's tokens and rotary angles before the blocks, a new attention processor attends to the tokens of all ranks, and a
+hook after the head joins them.
 
-The video differs from the video of one process only by rounding, also in bf16. `PackedWanTransformer`, the model that wands
-trains, is not used here. It keeps the residual stream in fp32, so a video that it samples in bf16 would differ more.
+The video differs from that of one process only by rounding, also in bf16. `PackedWanTransformer`, which wands trains, keeps the
+residual stream in fp32, so in bf16 its video would differ more.
 """
 
 from __future__ import annotations
@@ -44,20 +44,11 @@ log = logging.getLogger(__name__)
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None, split: bool = False
 ) -> ParallelDims:
-    """Choose the Ulysses degree and the ring degree for sampling. All ranks of a launcher sample each video together.
+    """Choose the Ulysses degree and the ring degree of the ranks that sample each video. Without a launcher, there is one rank.
 
-    Without a launcher, there is one rank.
-
-    Args:
-        variant: variant of the model. The Ulysses degree must divide its number of attention heads.
-        ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
-        ring_degree: number of ranks in the ring of ring attention; None chooses the degree that uses all ranks.
-        split: whether to split the ranks into two halves, one for each prediction of classifier-free guidance (for the prompt
-            and for the negative prompt). The degrees then apply to each half. The ranks are split only if their number is
-            divisible by 2 x (product of the given degrees).
-
-    Returns:
-        The parallel dimensions of this rank.
+    None chooses the largest valid Ulysses degree, and the ring degree that uses all ranks. With `split`, one half of the ranks
+    computes each prediction of classifier-free guidance, and the degrees apply to a half, if the number of ranks is divisible by
+    2 x (product of the given degrees).
 
     Raises:
         ConfigError: if the degrees do not fit the model or the number of ranks.
@@ -92,17 +83,11 @@ def share_pipeline(
 ) -> dist.ProcessGroup | None:
     """Initialize `torch.distributed`, and change this rank's pipeline so that all ranks sample each video together.
 
-    After this call, all ranks must call the pipeline with the same arguments, and all ranks get the same latents.
+    All ranks must then call the pipeline with the same arguments, and get the same latents. `kernel` is "auto" or "native", see
+    `set_attention`.
 
-    Args:
-        pipeline: result of `load_pipeline`.
-        dims: result of `plan_ranks`.
-        kernel: "auto" or "native", see `set_attention`.
-
-    Returns:
-        Process group of two ranks for the argument `guidance` of `sample_latents`, or None if every rank computes both
-        predictions of classifier-free guidance. Both ranks of the group have the same tokens. The first rank computes the
-        prediction for the prompt, and the second rank the prediction for the negative prompt.
+    Return the process group for `guidance` of `sample_latents`: two ranks with the same tokens, one for each prediction of
+    classifier-free guidance; or None if every rank computes both predictions.
 
     Raises:
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.
@@ -121,14 +106,8 @@ def set_attention(
 ) -> None:
     """Change the transformers of a pipeline in place, so that a kernel of wands computes their self-attention.
 
-    If several ranks share the tokens of a video, all transformers are changed. Otherwise a transformer keeps diffusers'
-    attention in two cases: `kernel` is "native", or `usable_backends` finds no kernel, as on a CPU or in fp32.
-
-    Args:
-        pipeline: result of `load_pipeline`.
-        device: device of the pipeline.
-        groups: process groups of the ranks that share the tokens of a video.
-        kernel: "auto" for a kernel of wands, "native" for diffusers' attention. Ignored if several ranks share the tokens.
+    If several ranks share the tokens of a video, all transformers are changed. Otherwise a transformer keeps diffusers' attention
+    if `kernel` is "native" instead of "auto", or if `usable_backends` finds no kernel, as on a CPU or in fp32.
     """
     for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         target = device, transformer.dtype, transformer.config.attention_head_dim
@@ -144,10 +123,7 @@ def set_attention(
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
-    """Check that the scheduler and the weights are equal on all ranks.
-
-    They can differ if each node has its own copy of the pipeline folder.
-    """
+    """Check that the scheduler and the weights are equal on all ranks: each node may have its own copy of the pipeline folder."""
     scheduler = public_config(pipeline.scheduler.config)
     parts: dict[str, Any] = {"pipeline": public_config(pipeline.config) | {"scheduler": scheduler}}
     for name in ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae"):
@@ -158,10 +134,7 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
 
 @torch.no_grad()
 def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, int]:
-    """Return a dict that maps the name of each parameter to a checksum of its values.
-
-    The values of offloaded parameters are included.
-    """
+    """Return a checksum of the values of each parameter, offloaded ones included."""
     sums = {}
     for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -187,15 +160,8 @@ def shard_transformer(
 ) -> None:
     """Change a diffusers transformer in place, so that the ranks of a group divide the tokens of each call.
 
-    The model is called as before the change. All ranks of the group must call the model with the same undivided latents,
-    timesteps and text. Every rank gets the same predicted velocity of all tokens, bit for bit.
-
-    Args:
-        transformer: diffusers model of any variant, with all weights on every rank. Timesteps may differ between
-            tokens.
-        self_attention: function that computes self-attention inside a sample whose tokens are divided among the group.
-        dims: sizes of the parallel dimensions (Ulysses, ring) that `self_attention` uses, and this rank's index in each.
-        group: ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
+    All ranks must call it with the same undivided latents, timesteps (which may differ between tokens) and text. Every rank gets
+    the same predicted velocity of all tokens, bit for bit. `group` is in the order of `dims.cp_rank`; None for one rank.
     """
     processor = ShardedAttentionProcessor(
         self_attention=self_attention, patch_size=transformer.config.patch_size, dims=dims, group=group
@@ -212,16 +178,9 @@ def shard_transformer(
 class ShardedAttentionProcessor:
     """Self-attention for a diffusers transformer whose tokens are divided among ranks.
 
-    One object is the attention processor of all blocks. Four methods of this object are hooks of the transformer: `angles`,
-    `timesteps` and `tokens` select this rank's tokens before the blocks, and `join` gathers the outputs of all ranks after
-    the last layer. The projections, norms, rotation and casts are the same as in diffusers' own processor. Only the attention
-    itself is computed by `self_attention`.
-
-    Attributes:
-        self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
-        patch_size: size of one token in latent (frames, rows, columns).
-        dims: sizes of the parallel dimensions (Ulysses, ring), and this rank's index in each dimension.
-        group: ranks that share a sample; None for one rank.
+    One object is the attention processor of all blocks. The hooks `angles`, `timesteps` and `tokens` select this rank's tokens
+    before the blocks, and `join` gathers the outputs of all ranks after the last layer. Projections, norms, rotation and casts
+    are as in diffusers' own processor. `group` is None for one rank.
     """
 
     self_attention: SelfAttention
@@ -237,15 +196,9 @@ class ShardedAttentionProcessor:
         _attention_mask: None,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Compute self-attention over the tokens of all ranks, and return the outputs for the tokens of this rank.
+        """Return the self-attention for the tokens of this rank, `hidden_states` [samples, tokens, channels].
 
-        Args:
-            attn: attention layer of a block, with the projections and norms.
-            hidden_states: tokens of this rank, [samples, tokens, channels].
-            rotary_emb: (cosines, sines) of the rotary angles of this rank's tokens.
-
-        Returns:
-            Tensor of the shape of `hidden_states`.
+        `rotary_emb` are (cosines, sines) of the rotary angles of this rank's tokens.
         """
         q = attn.norm_q(attn.to_q(hidden_states))
         k = attn.norm_k(attn.to_k(hidden_states))
@@ -261,14 +214,7 @@ class ShardedAttentionProcessor:
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Hook after the rotary embedding: keep only the rotary angles of this rank's tokens.
 
-        This hook runs before the other hooks, and stores the indices of this rank's tokens for the other hooks.
-
-        Args:
-            args: the latents.
-            output: (cosines, sines) of the rotary angles of all tokens of a sample.
-
-        Returns:
-            (cosines, sines) for the tokens of this rank.
+        It runs before the other hooks, and stores the indices of this rank's tokens for them. `args` are the latents.
         """
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = token_index(grid, self.dims, args[0].device)
@@ -280,13 +226,6 @@ class ShardedAttentionProcessor:
         """Hook before the timestep embedding: keep only the timesteps of this rank's tokens.
 
         If all tokens of a sample share one timestep, the arguments are returned unchanged.
-
-        Args:
-            args: positional arguments of the timestep embedding. The first argument contains the timestep of each token.
-            options: keyword arguments of the timestep embedding.
-
-        Returns:
-            (positional arguments, keyword arguments) with which the timestep embedding is called.
         """
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:
@@ -306,15 +245,9 @@ class ShardedAttentionProcessor:
 
 
 def join_tokens(tokens: Tensor, order: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the tokens of all ranks of a group. Every rank of the group must call this function.
+    """Gather the tokens of all ranks, [samples, tokens, channels] in order. Every rank of the group must call this function.
 
-    Args:
-        tokens: tokens of this rank, [samples, tokens of this rank with padding, channels].
-        order: third result of `token_index`: for each token of a sample, its position in the gathered tokens of all ranks.
-        group: ranks that share a sample; None for one rank.
-
-    Returns:
-        All tokens of the samples in order, [samples, tokens of a sample, channels].
+    `tokens` are those of this rank with padding. `order` is the third result of `token_index`.
     """
     pieces = [tokens]
     if group is not None:
@@ -327,18 +260,10 @@ def join_tokens(tokens: Tensor, order: Tensor, group: dist.ProcessGroup | None) 
 def token_index(
     grid: tuple[int, int, int], dims: ParallelDims, device: torch.device
 ) -> tuple[PackedMeta, Tensor, Tensor]:
-    """Choose the tokens of this rank, and find each token of the sample among the gathered tokens of all ranks.
+    """Return this rank's tokens of a sample: (metadata for attention, their indices in the sample, order).
 
-    If a rank needs padding, the padding consists of copies of token 0. No token attends to these copies.
-
-    Args:
-        grid: number of tokens of the sample along (frames, rows, columns).
-        dims: sizes of the parallel dimensions (Ulysses, ring), and this rank's index in each dimension.
-        device: device of the results.
-
-    Returns:
-        (metadata of this rank's tokens for attention, indices, positions). The indices give, for each token of this rank, its
-        index in the sample. The positions give, for each token of the sample, its position in the gathered tokens of all ranks.
+    `order` has the position of each token of the sample in the gathered tokens of all ranks. Padding consists of copies of token
+    0, to which no token attends. `grid` is the number of tokens along (frames, rows, columns).
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [replace(dims, rank=rank).layout([num_tokens]) for rank in range(dims.cp_size)]
@@ -358,9 +283,9 @@ def token_index(
 
 
 def _rotate_as_diffusers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys [samples, tokens, heads, head channels] by their rotary angles, rounding as diffusers does.
+    """Rotate queries or keys [samples, tokens, heads, head channels] by their angles, rounding as diffusers does.
 
-    diffusers has the same function, but wands cannot import it, because diffusers defines it inside another function.
+    wands cannot import diffusers' function, which is defined inside another function.
     """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos = cos[..., 0::2]

@@ -1,56 +1,45 @@
 """Interface of an attention kernel: a forward pass that also returns the log-sum-exp, and a backward pass.
 
-`REFERENCE` implements the interface in plain PyTorch.
+`REFERENCE` implements it in plain PyTorch. `docs/extending.md` has the steps to add a kernel.
 
-Letters: Tq rows of q, Tk rows of k and v, H heads, D head dim. All tensors are packed, [rows, H, D], without a batch axis.
-The rows are divided into segments, such as one segment per sample. Rows of q attend only to rows of k in the same
-segment.
+Letters: Tq rows of q, Tk rows of k and v, H heads, D head dim. Tensors are packed, [rows, H, D], without a batch axis. Rows of q
+attend only to rows of k in the same segment.
 
-The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. In ring attention, q
-attends to several blocks of keys, one after another. The caller merges the results, and calls the backward pass of each
-block with the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a key among the keys of all
-blocks. The gradients of q from all blocks therefore add up to the gradient of q. Cross-attention to padded texts calls the
-kernel once, with the keys of the text. varlen.py then merges the padding keys into `out` and `lse` without a kernel.
-Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring Attention".
+The backward pass takes `out` and `lse` instead of computing them again. In ring attention, q attends to several blocks of keys,
+and the backward pass of each block gets the *merged* `out` and `lse`: exp(score - lse) is then the probability of a key among the
+keys of all blocks, so the gradients of q from all blocks add up. Cross-attention to padded texts calls the kernel with the keys
+of the text; varlen.py merges the padding keys without a kernel. Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et
+al. 2023, "Ring Attention".
 
-`docs/extending.md` has the steps to add a kernel.
+Arguments of the two functions:
 
-What the two functions receive (`Backend.forward` and `Backend.backward` list all arguments and their shapes):
+- q, k and v have the same number of heads. With Ulysses, H can be the number of heads / the Ulysses degree.
+- q, k, v, out and dout have one dtype. `lse` is fp32 (fp64 if q is fp64) and contiguous. The others may be views whose last
+  dimension is contiguous.
+- `lens_q` and `lens_k` are Python integers. `cu_seqlens_q` and `cu_seqlens_k` are int32 on the device of q, and their last value
+  is the end of the last segment.
+- Do not change the tensors: in ring attention, k and v are being sent meanwhile.
+- The scores are q @ k.T times `scale`.
+- In self-attention, padding rows come after the last segment and are in no segment. In cross-attention, the padding rows of q
+  count as rows of the last sample (`padded_seq_lens` in packed.py).
+- A segment can have no rows of q, no rows of k, or a single row of k. The functions are not called if no row of q has a key.
+- In the backward pass, `lse` is -inf for rows of q without a key in any block, and finite for a row whose keys are all in other
+  blocks. With +inf, a row must add nothing to any gradient; only self_check.py passes it.
+- In cross-attention on a GPU, the backward pass gets other segments than the forward pass: rows of q in pieces of at most 2,048,
+  each with a copy of the keys (`_cut_queries` in varlen.py).
+- Launch kernels on `torch.cuda.current_stream()`. In the forward pass, autocast to bf16 can be on; turn it off around matmuls of
+  PyTorch that need another dtype.
+- Do not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for the kernels of
+  PyTorch in its list `KERNELS`. Other kernels need memory, run only in the tests marked `gpu`, and are not tested for waiting.
 
-- q, k and v with the same number of heads H. With Ulysses, H can be the number of heads / the Ulysses degree.
-- Dtypes: q, k, v, out and dout have one dtype. `lse` is fp32 (fp64 if q is fp64).
-- Lengths of the segments: `lens_q` and `lens_k` are Python integers on the host. `cu_seqlens_q` and `cu_seqlens_k` are
-  int32 on the device of q, and their last value is the end of the last segment. `max_seqlen_q` and `max_seqlen_k` are the
-  largest lengths, as Python integers.
-- Tensors that the functions must not change. In ring attention, k and v are being sent to another rank while the
-  functions run.
-- q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
-  contiguous.
-- `scale`, a factor: the scores are q @ k.T times `scale`, in every formula of this file.
-- Padding at the end. In self-attention, the padding rows of q, k and v come after the last segment and are in no segment.
-  In cross-attention, the padding rows of q count as rows of the last sample (`padded_seq_lens` in packed.py).
-- A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
-  are not called if no row of q has a key.
-- In the backward pass, `lse` is -inf for rows of q that have no key in any block. A row whose keys are all in other blocks
-  has a finite `lse`. +inf must work too: such a row adds nothing to any gradient, because exp(score - inf) is 0. No code of
-  wands passes +inf yet; self_check.py tests it.
-- In cross-attention on a GPU, the segments of the backward pass differ from those of the forward pass: rows of q are cut
-  into pieces of at most 2,048, and each piece has its own copy of the keys (`_cut_queries` in varlen.py).
-- The functions run on PyTorch's current CUDA stream (`torch.cuda.current_stream()`), so launch kernels there. Autocast to
-  bf16 can be on during the forward pass; turn it off around matmuls of PyTorch that need another dtype.
-- The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for
-  the kernels of PyTorch in its list `KERNELS`, on CUDA tensors without memory. Kernels in Triton, CUDA kernels that wands
-  compiles, and kernels of other packages need memory. Only the tests marked `gpu` run these kernels, and no test checks that
-  they do not wait.
+Results:
 
-What the two functions return:
-
-- New tensors, with any strides. Rows of q without keys, and rows of k without queries, may have any values: the
-  `Backend` class overwrites these values in place.
-- The results of a segment must not depend on the rows of other segments. One fp8 scale for a whole tensor breaks this rule.
-- In the forward pass, equal arguments must give equal bits. The backward pass needs to give equal bits only if
-  `torch.are_deterministic_algorithms_enabled()` is True. Training never enables deterministic algorithms. On a GPU, a
-  resumed run therefore equals an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit for bit.
+- New tensors, with any strides. Rows of q without keys, and rows of k without queries, may have any values: `Backend` overwrites
+  them in place.
+- A segment's results must not depend on the rows of other segments. One fp8 scale for a whole tensor breaks this rule.
+- In the forward pass, equal arguments must give equal bits. The backward pass must do so only if
+  `torch.are_deterministic_algorithms_enabled()`, which training never enables. A resumed run therefore equals an uninterrupted
+  run bit for bit on a CPU, and up to rounding errors on a GPU.
 """
 
 from __future__ import annotations
@@ -69,15 +58,13 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention kernel for packed sequences: rows of q attend only to rows of k in the same segment (sequence).
+    """Attention kernel for packed sequences.
 
     Attributes:
-        name: value of `attention.backend` that selects the kernel. Register the kernel in `BACKENDS` or `FLASH_BACKENDS`:
-            self-attention looks up the kernel there by this name.
-        run_forward: the kernel's forward pass, with the arguments and results of `forward`. Its results may contain any
-            values in rows of q without keys, because `forward` overwrites these rows.
-        run_backward: the kernel's backward pass, with the arguments and results of `backward`. Its results may contain any
-            values in rows of q without keys and in rows of k without queries. `backward` overwrites these rows.
+        name: value of `attention.backend`. Register the kernel in `BACKENDS` or `FLASH_BACKENDS`, where self-attention looks it
+            up.
+        run_forward: as `forward`, but with any values in rows of q without keys.
+        run_backward: as `backward`, but with any values in rows of q without keys and in rows of k without queries.
     """
 
     name: str
@@ -87,19 +74,11 @@ class Backend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Run attention in which rows of q attend only to rows of k in the same segment (such as a sample).
-
-        Args:
-            q: [Tq, H, D], for Tq rows, H heads and head dim D.
-            k: [Tk, H, D].
-            v: [Tk, H, D].
-            segments: number of rows of q and of k in each segment.
-            scale: factor on the attention scores: scores = scale * q @ k.T.
+        """Run attention inside each segment.
 
         Returns:
-            (out, lse). out is the attention output, [Tq, H, D] in q's dtype. lse is the natural logarithm of the sum of
-            exp(score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key
-            have out 0 and lse -inf.
+            (out, lse). out is [Tq, H, D] in q's dtype. lse is the natural logarithm of the sum of exp(score), [H, Tq] in fp32
+            (fp64 for fp64 inputs). Rows of q that attend to no key have out 0 and lse -inf.
         """
         if not any(segments.pairs()):  # some CUDA kernels fail, because their launch grid is empty
             return torch.zeros_like(q), new_lse(q)
@@ -121,26 +100,10 @@ class Backend:
         segments: Segments,
         scale: float,
     ) -> Grads:
-        """Compute the gradients of q, k and v that come from one block of keys and values.
+        """Return the gradients of q, k and v that come from one block of keys.
 
-        In ring attention, q attends to several blocks of keys, and `k` and `v` are one of these blocks. `out` and `lse` are
-        then the results over all blocks.
-
-        Args:
-            dout: [Tq, H, D], gradient of `out`.
-            q: [Tq, H, D], for Tq rows, H heads and head dim D.
-            k: [Tk, H, D], keys of this block.
-            v: [Tk, H, D], values of this block.
-            out: [Tq, H, D], attention output over all blocks.
-            lse: [H, Tq], log-sum-exp of the scores over all blocks. If the caller sets the lse of a row of q to +inf, this
-                row adds nothing to any gradient.
-            segments: number of rows of q and of k in each segment. Rows of q attend only to rows of k in the same
-                segment.
-            scale: factor on the attention scores: scores = scale * q @ k.T.
-
-        Returns:
-            (dq, dk, dv) in the shapes and dtypes of q, k and v. Rows of q that attend to no key, and rows of k that no
-            row of q attends to, have the gradient 0.
+        `out` and `lse` are the results over all blocks. A row of q whose lse is +inf adds nothing to any gradient. Rows of q
+        without keys, and rows of k without queries, have the gradient 0.
         """
         if not any(segments.pairs()):  # some CUDA kernels fail, because their launch grid is empty
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -154,7 +117,7 @@ class Backend:
 
 
 def new_lse(q: Tensor) -> Tensor:
-    """Return a log-sum-exp tensor for q [rows, heads, head dim]: [heads, rows] in fp32 (fp64 for fp64 q), filled with -inf."""
+    """Return a log-sum-exp for q [rows, heads, head dim]: [heads, rows] in fp32 (fp64 for fp64 q), filled with -inf."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=fp32_or_wider(q))
 
 
@@ -198,13 +161,9 @@ def fp32_or_wider(x: Tensor) -> torch.dtype:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """Transpose x [rows, heads, head dim] to [heads, rows, head dim], and cast the result to at least fp32."""
+    """Return x [rows, heads, head dim] as [heads, rows, head dim] in at least fp32."""
     return x.transpose(0, 1).to(fp32_or_wider(x))
 
 
 REFERENCE = Backend("reference", _reference_forward, _reference_backward)
-"""Softmax attention in plain PyTorch, one segment after another.
-
-It runs on any device in any dtype. It stores whole score matrices, so its memory grows with the square of the segment
-length.
-"""
+"""Softmax attention in plain PyTorch, for any device and dtype. Memory grows with the square of the segment length."""

@@ -1,9 +1,8 @@
 """Flash attention kernels: PyTorch's kernels for CPUs and for CUDA, cuDNN, and the flash-attn packages 2, 3 and 4.
 
-Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4
-4.0.0b36, and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Functions of earlier versions of
-flash-attn 3 have no default arguments, so with earlier versions the kernel flash3 fails its check (self_check.py). For
-packed rows, every kernel returns the log-sum-exp as natural logarithms, fp32 [H, T].
+Letters: T rows, H heads, D head dim. The calls fit torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4 4.0.0b36, and the
+``flash_attn_interface.py`` of flash-attn 3 since September 2025 (earlier ones have no default arguments and fail self_check.py).
+For packed rows, every kernel returns the log-sum-exp as natural logarithms, fp32 [H, T].
 """
 
 from __future__ import annotations
@@ -52,21 +51,18 @@ def _cpu_backward(
 
 
 CPU = Backend("cpu", _cpu_forward, _cpu_backward)
-"""PyTorch's flash attention for CPUs, called once per segment (one sample of a packed sequence). A loop over segments takes less
-time than padding or masking.
-"""
+"""PyTorch's flash attention for CPUs, called once per segment, which is faster than padding or masking."""
 
 
 @dataclass(frozen=True)
 class FlashBackend(Backend):
-    """A flash attention kernel for CUDA in bf16 or fp16.
+    """Flash attention kernel for CUDA in bf16 or fp16.
 
     Attributes:
-        min_major: smallest major compute capability that runs the kernel's forward pass and backward pass.
-        max_major: largest major compute capability that runs the kernel. None means that all newer GPUs run the kernel.
-        package: pip package that must be installed for the kernel. None if PyTorch or wands contains the kernel.
-        install: sentence for error messages that explains how to install the package. "{name}" in the sentence is replaced by
-            the kernel's name.
+        min_major: smallest major compute capability that runs both passes.
+        max_major: largest major compute capability; None for all newer GPUs.
+        package: pip package of the kernel; None if PyTorch or wands contains it.
+        install: sentence of error messages; "{name}" becomes the kernel's name.
     """
 
     min_major: int
@@ -75,12 +71,12 @@ class FlashBackend(Backend):
     install: str = "Run pip install -e '.[{name}]' in the folder of wands"
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
-        """Return whether a GPU with this (major, minor) compute capability runs the kernel's forward pass and backward pass."""
+        """Return whether a GPU with this (major, minor) compute capability runs both passes of the kernel."""
         return self.min_major <= capability[0] <= (self.max_major or capability[0])
 
     @property
     def capability(self) -> str:
-        """Text for error messages: the compute capabilities that run the kernel, such as "9.0 to 12.x"."""
+        """Compute capabilities for error messages, such as "9.0 to 12.x"."""
         newest = "or newer" if self.max_major is None else f"to {self.max_major}.x"
         return f"{self.min_major}.0 {newest}"
 
@@ -171,7 +167,7 @@ def _flash4_backward(
 
 
 def _options(s: Segments, scale: float) -> dict[str, Any]:
-    """Return keyword arguments for the forward and backward functions of the flash-attn packages 2, 3 and 4."""
+    """Return keyword arguments for both passes of the flash-attn packages 2, 3 and 4."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return {name: getattr(s, name) for name in names} | {"softmax_scale": scale}
 
@@ -191,20 +187,16 @@ def _batched(x: Tensor) -> Tensor:
 
 
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
-    """Return a kernel that runs cuDNN once for each long segment, and `short` once for all short segments together.
+    """Return a kernel that runs cuDNN on each long segment, and `short` on all other segments together.
 
-    cuDNN needs an execution plan for each new pair of lengths (rows of q, rows of k). Building a plan takes about 0.1 s. Short
-    segments have so many different lengths that building all plans would take too long.
+    A segment is long if it has at least `min_rows` rows of q and also of k.
 
-    PyTorch looks up a stored plan only by the shapes and strides of q, k and v. PyTorch would also use the plan for a call in
-    which dout or out has other strides, and the results would be wrong without an error. So all tensors are made contiguous.
+    cuDNN builds an execution plan for each new pair of lengths, in about 0.1 s, which is too long for the many lengths of short
+    segments. PyTorch looks up a stored plan only by the shapes and strides of q, k and v. Other strides of dout or out would
+    silently give wrong results, so all tensors are made contiguous.
 
-    cuDNN needs a head dim that is a multiple of 8. On most GPUs, the head dim must also be at most 128. The log-sum-exp from
-    cuDNN is [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source.
-
-    Args:
-        min_rows: a segment is long if it has at least this number of rows of q and also of k.
-        short: kernel for the short segments.
+    cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. Its log-sum-exp is [1, H, T, 1], or [1, H, T]
+    before torch 2.9. Source: PyTorch's code.
     """
     forward_op = aten._scaled_dot_product_cudnn_attention
 
@@ -249,12 +241,7 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return segments in which the rows of long segments attend to nothing. Short segments stay unchanged.
-
-    `lens_q` and `lens_k` are the numbers of rows of q and of k in each segment. A segment is long if both numbers are at least
-    `min_rows`. Each long segment is replaced by two segments: the first contains only its rows of q, and the second
-    contains only its rows of k.
-    """
+    """Return segments in which each long segment is two: one with only its rows of q, one with only its rows of k."""
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]
     return Segments.build([q for q, _ in chain(*parts)], [k for _, k in chain(*parts)], device)
@@ -287,5 +274,5 @@ FLASH_BACKENDS = (
 )
 """Kernels for CUDA. `attention.backend=auto` tries them in this order, except in bf16 training, which measures them.
 
-flash3 was written for Hopper GPUs, so flash3 comes before flash4.
+flash3 comes before flash4 because it was written for Hopper GPUs.
 """

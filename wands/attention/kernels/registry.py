@@ -1,11 +1,8 @@
 """Select the attention kernel for a value of `attention.backend`: the name of a kernel, or `auto`.
 
-For training in bf16 on a GPU, `auto` selects the fastest kernel (wands/engine/attention_choice.py). Otherwise, `auto` selects
-the first kernel of a fixed list that gives right results.
-
-A `FlashBackend` (a CUDA kernel for bf16 or fp16) is used only after a check of its results (self_check.py), once per
-process. The check compares the kernel's output, log-sum-exp and gradients with exact values. The check also tests several
-blocks of keys, as in ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
+For training in bf16 on a GPU, `auto` measures the kernels (wands/engine/attention_choice.py). Otherwise it takes the first of a
+fixed list that gives right results. A `FlashBackend` is used only after `check_backend`, once per process, has checked it on this
+GPU in the dtype and head dim of the run.
 """
 
 from __future__ import annotations
@@ -30,34 +27,22 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE,
 
 
 def get_backend(name: str) -> Backend:
-    """Return the kernel called `name`. Use `choose_backend` to check that the kernel runs on this machine.
+    """Return the kernel called `name`, without checking that it runs on this machine (see `choose_backend`).
 
-    A name such as "cudnn:2048:torch" means cuDNN for segments (clips in a packed sequence) of 2048 tokens or more, and torch
-    for shorter segments.
+    "cudnn:2048:torch" means cuDNN for segments of 2048 tokens or more, and torch for shorter ones.
     """
     _, *mixed = name.split(":")
     return cudnn_backend(int(mixed[0]), BACKENDS[mixed[1]]) if mixed else BACKENDS[name]
 
 
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
-    """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
+    """Return the attention kernel for a value of `attention.backend`, and log its name once.
 
-    On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order. `auto` returns the first kernel that is
-    installed, supports the GPU, and passes `check_backend`. `auto` logs a warning for each kernel that fails
-    `check_backend`. If no kernel is left, `auto` returns the slow reference kernel. On a CPU, `auto` returns the cpu kernel.
-
-    This function does not compare the speeds of the kernels. With `auto`, training in bf16 on a GPU compares the speeds in
-    wands/engine/attention_choice.py, and uses the fastest kernel.
-
-    Args:
-        name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.
-        device: device of q, k and v.
-        dtype: dtype of q, k and v. Under autocast, this is the dtype of autocast.
-        head_dim: last dimension of q, k and v.
+    On a CPU, `auto` returns the cpu kernel. On a GPU, it returns the first of `usable_backends`, or else the slow reference
+    kernel, without comparing speeds. Under autocast, `dtype` is the dtype of autocast.
 
     Raises:
-        ConfigError: if the named kernel does not support the device or the dtype, is not installed, or fails
-            `check_backend`.
+        ConfigError: if the named kernel does not support the device or the dtype, is not installed, or fails `check_backend`.
     """
     device = torch.device(device)
     target = f"{device.type} in {str(dtype).removeprefix('torch.')}"
@@ -79,9 +64,9 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
-    """Yield the names of the kernels that `attention.backend: auto` may use on a GPU, in the order of preference.
+    """Yield the kernels that `attention.backend: auto` may use on a GPU, in the order of preference.
 
-    A kernel whose results are wrong is left out, and a warning is logged. `check_backend` checks the results.
+    A kernel that fails `check_backend` is left out with a warning.
     """
     for name in (b.name for b in FLASH_BACKENDS if not _unmet_requirement(b.name, device, dtype)):
         if fault := _fault(name, device, dtype, head_dim):
@@ -93,7 +78,7 @@ def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why the kernel cannot run on the device in the dtype, and the fix; None if the kernel can run."""
+    """Return why the kernel cannot run on the device in the dtype, with the fix; None if it can."""
     backend = get_backend(name)
     use_auto = "Use attention.backend=auto"
     if name == "cpu" and device.type != "cpu":
@@ -120,7 +105,7 @@ def _installed(package: str) -> bool:
 
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Run a kernel on test data. If the kernel fails or returns wrong results, return the error message, otherwise ""."""
+    """Return why `check_backend` refuses a kernel, or ""."""
     tested = "cudnn:64:torch" if name == "cudnn" else name  # most segments of the check are short
     try:
         check_backend(get_backend(tested), device, dtype, head_dim)
@@ -132,8 +117,5 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 @cache
 def _log_once(level: int, message: str) -> None:
-    """Log a message once per process. Later calls with the same message do nothing.
-
-    `choose_backend` is called for the model and for the run summary, and would otherwise log each message twice.
-    """
+    """Log a message once per process: `choose_backend` is called for the model and for the run summary."""
     logger.log(level, message)

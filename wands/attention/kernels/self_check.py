@@ -1,6 +1,4 @@
-"""Check the results of an attention kernel before the kernel is used. contract.py defines the right results.
-
-The check uses the device, dtype and head dim of the training run.
+"""Check an attention kernel on the device, dtype and head dim of the run, before it is used.
 
 Letters: T rows, H heads, D head dim.
 """
@@ -22,44 +20,30 @@ SPARE_ROWS = 6  # rows after the last segment
 NUM_HEADS = 2
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5, torch.float64: 1e-12}
-"""Maps each dtype to the largest allowed error of the output and of the gradients.
-
-The error is relative to the largest value of the exact tensor.
-"""
+"""Largest allowed error of the output and the gradients, relative to the largest value of the exact tensor."""
 LSE_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 2e-3, torch.float32: 2e-5, torch.float64: 1e-12}
-"""Maps each dtype to the largest allowed absolute error of the log-sum-exp (lse), which kernels compute in fp32.
+"""Largest allowed absolute error of the log-sum-exp, which kernels compute in fp32.
 
 An absolute error of the lse is a relative error of every attention probability.
 """
 
 
 class KernelError(Exception):
-    """Error of an attention kernel whose results violate the interface that `Backend` describes."""
+    """Error of an attention kernel whose results violate the interface of `Backend`."""
 
 
 @torch.no_grad()
 def check_backend(
     backend: Backend, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 ) -> float:
-    """Compare a kernel's results with the results of the reference kernel in float64.
+    """Compare a kernel with the reference kernel in float64 on a CPU, and return the largest error.
 
-    The inputs are random packed rows. The kernel first attends to all keys at once. Then, as in ring attention, the kernel
-    attends to two blocks of keys, and the two results are merged. The backward pass of each block gets the merged `out`
-    and `lse`. In another test, the backward pass gets the lse +inf for all rows of q, and all gradients must be 0. In the
-    last test, all rows of q attend to a single key. The global random state does not change.
-
-    Args:
-        backend: the kernel.
-        device: device of the kernel. The reference always runs on the CPU.
-        dtype: dtype of q, k and v.
-        head_dim: last dimension of q, k and v.
-
-    Returns:
-        The largest error of all compared tensors. The error is absolute for lse, and relative to the tensor's largest
-        value for the other tensors.
+    The kernel attends to all keys at once; to two blocks of keys whose results are merged, as in ring attention; and to a single
+    key. With an lse of +inf, all gradients must be 0. The error is absolute for lse, and relative to the tensor's largest value
+    for the other tensors. The global random state does not change.
 
     Raises:
-        KernelError: if the shape, dtype or values of a result are wrong. The message names the result and its error.
+        KernelError: if the shape, dtype or values of a result are wrong.
     """
     scale = 1.5 * head_dim**-0.5  # not the default scale, so that a kernel that ignores the scale fails
     q, k, v, dout = _draw(head_dim, dtype, device)
@@ -114,10 +98,7 @@ def check_backend(
 
 
 class _Comparer:
-    """Callable that compares a kernel's result with the exact result. A call raises KernelError if the error is too large.
-
-    The attribute `worst` is the largest error of the comparisons so far.
-    """
+    """Compare results with exact results, and keep the largest error in `worst`. Raise KernelError if an error is too large."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -151,7 +132,7 @@ class _Comparer:
 
 
 def _draw(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
-    """Return random q, k, v and dout for the check, each [rows, heads, head dim], as views that are not contiguous."""
+    """Return random q, k, v and dout, each [rows, heads, head dim], as views that are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     rows_q = sum(LENS_Q) + SPARE_ROWS
     rows_k = sum(LENS_K) + SPARE_ROWS
@@ -161,12 +142,9 @@ def _draw(head_dim: int, dtype: torch.dtype, device: torch.device | str) -> list
 
 
 def _blocks() -> list[tuple[Tensor, Segments]]:
-    """Split the keys that the check uses into two blocks, as in ring attention with two ranks.
+    """Split the keys into two blocks, as in ring attention: (indices of the rows of k, segments) of each.
 
-    Returns:
-        (rows, segments) for each block. `rows` lists the rows of k that are in the block: their indices in k. `segments`
-        contains, for each segment, the number of rows of q and the number of rows of the block. The last `SPARE_ROWS`
-        rows of k are padding, which is in no segment. Each block ends with all of these padding rows.
+    Each block ends with all `SPARE_ROWS` padding rows of k.
     """
     lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
     is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])
