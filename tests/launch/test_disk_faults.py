@@ -225,6 +225,7 @@ def test_one_failed_read_of_the_cache_is_repeated_with_a_line(place: Place, tmp_
     assert "cannot be read (Stale file handle); trying again" in outcome.text
 
 
+@pytest.mark.slow
 def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, tmp_path: Path):
     """No file of the run is lost, and a restart makes no step again."""
     shutil.rmtree(place.folder / "whole", ignore_errors=True)  # the undisturbed run, which counts here

@@ -108,6 +108,7 @@ def rows_of(job: dict[str, Path], run: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (job["root"] / run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_launcher_trains_what_one_world_of_a_test_trains(job: dict[str, Path], worlds: WorldPool):
     first = deepspeed("--deepspeed", "cpu", *settings(job, "launched", "train.max_steps=3"))
     assert "2 ranks = dp 2" in first.stdout

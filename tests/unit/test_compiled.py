@@ -87,7 +87,7 @@ def random_args(length: int, dtype: torch.dtype, has_y: bool, num_scales: int, t
 
 
 def test_torch_compile_is_asked_once_for_each_kind_of_arguments(function: _CompiledFunction):
-    kinds = list(product((5, 7), (torch.float32, torch.float64), (False, True), (1, 2), (False, True)))
+    kinds = list(product((5, 7), (torch.float32,), (False, True), (1, 2), (False, True)))
     for _ in range(3):  # other values each time
         for kind, factor in product(kinds, (2.0, 3.0)):
             args = [*random_args(*kind), factor]

@@ -6,6 +6,7 @@ Each test reports all offenders at once.
 from __future__ import annotations
 
 import ast
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +49,7 @@ def hides_statements(node: ast.AST) -> bool:
         return False
     pairs = list(zip(target.elts, node.value.elts, strict=True))
     return not any(
-        names(earlier) & names(value)
-        for i, (earlier, _) in enumerate(pairs)
-        for _, value in pairs[i + 1 :]
+        names(earlier) & names(value) for i, (earlier, _) in enumerate(pairs) for _, value in pairs[i + 1 :]
     )
 
 
@@ -159,8 +158,17 @@ def test_a_hidden_statement_is_found(statement: str, hidden: bool):
 
 
 def test_levels_and_lines_are_counted():
-    source = 'def f():\n    """Text\n    of it."""\n    for a in b:\n        if a:\n            with c:\n                pass\n        elif d:\n            pass\n'
-    (node,) = functions(ast.parse(source))
+    source = """def f():
+        '''Text
+        of it.'''
+        for a in b:
+            if a:
+                with c:
+                    pass
+            elif d:
+                pass
+    """
+    (node,) = functions(ast.parse(textwrap.dedent(source)))
     assert levels(node) == 3
     assert lines(node) == 7
     call = ast.parse("Rejection(*parts)").body[0]

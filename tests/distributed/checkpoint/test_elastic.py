@@ -100,7 +100,8 @@ TENSOR_ROUTE: list[Cell] = [
 
 
 @pytest.mark.parametrize(
-    "route", [pytest.param(ROUTE, id="context"), pytest.param(TENSOR_ROUTE, id="tensor")]
+    "route",
+    [pytest.param(ROUTE, id="context"), pytest.param(TENSOR_ROUTE, id="tensor", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize(
     "kind", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "two experts"))]
@@ -152,6 +153,7 @@ def test_every_move(first: Cell, kind: str, undisturbed, tiny_variant, tmp_path:
     assert max(worst.values()) < TOLERANCE, worst
 
 
+@pytest.mark.slow
 def test_states_that_start_again_would_be_seen(undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool):
     """The tolerance is far below what a lost optimizer state makes."""
     model = tiny_variant("wan2.1-t2v-1.3b")
@@ -170,7 +172,8 @@ def forget(model: Path, out: Path) -> list[float]:
         return losses(run_training(model, out, (*STEPS, "train.max_steps=20"), zero(2), True))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_without_values(stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     """One bias of 16 values on four ranks: DeepSpeed gives all of them to the first ranks."""
     few = ("model.trainable=['patch_embedding.bias']", "ema=null")
@@ -180,7 +183,8 @@ def test_a_rank_without_values(stage: int, tiny_pipeline: Path, tmp_path: Path, 
     assert deviation(moved, stayed) < TOLERANCE
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_checkpoint_before_the_first_update(
     optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

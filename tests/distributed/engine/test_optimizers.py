@@ -175,10 +175,9 @@ EIGHT = ("optim.name=adamw8bit", f"optim.grad_clip={CLIP}")
     ("stage", "world_size"),
     [
         (2, 2),
-        (3, 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1))
+            for case in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1), (3, 2))
         ),
     ],
 )

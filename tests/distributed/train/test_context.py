@@ -220,6 +220,7 @@ def test_where_float32_itself_is_worse(worlds: WorldPool, tiny_pipeline: Path, t
             assert error <= max(TOLERANCE, rounding[name]), name
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_float32(
     single: dict[int, Step], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
 ):

@@ -148,6 +148,7 @@ def bytes_kept_over_a_forward(model: Path, out: Path, overrides: tuple[str, ...]
     return size, largest
 
 
+@pytest.mark.slow
 def test_zero_3_keeps_no_gathered_weight_over_a_forward(tiny_pipeline: Path, tmp_path: Path, new_world: Any):
     """In new processes, where nothing of another test is freed in between."""
     sizes = {}
@@ -159,7 +160,7 @@ def test_zero_3_keeps_no_gathered_weight_over_a_forward(tiny_pipeline: Path, tmp
     assert sizes["fp8"] <= sizes["bf16"] + largest
 
 
-@pytest.mark.parametrize("settings", [FP8, slow((*FP8, *LORA))], ids=["full", "lora"])
+@pytest.mark.parametrize("settings", [slow(FP8), slow((*FP8, *LORA))], ids=["full", "lora"])
 def test_a_run_in_fp8_resumes_bit_for_bit(
     settings: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

@@ -63,7 +63,7 @@ def profiled(
         pytest.param(
             "ulysses", 3, "model.checkpointing=full", {"exchange", "ZeRO gather"}, marks=pytest.mark.slow
         ),
-        ("ring", 2, "model.checkpointing=none", {"ring hop"}),
+        pytest.param("ring", 2, "model.checkpointing=none", {"ring hop"}, marks=pytest.mark.slow),
         pytest.param("ulysses", 3, "model.checkpointing=selective", {"exchange"}, marks=pytest.mark.slow),
     ],
 )

@@ -75,7 +75,7 @@ def assert_equal_bits(worlds: Any, folder: Path, world_size: int, *what: Any) ->
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "mode", "base", "swap"),
-    [(2, 2, "full", "fp32", 3), (1, 0, "offload", "nf4", 4)],
+    [(2, 2, "full", "fp32", 3), pytest.param(1, 0, "offload", "nf4", 4, marks=pytest.mark.slow)],
 )
 def test_the_bits_are_those_of_no_swap(
     worlds: Any, tmp_path: Path, world_size: int, stage: int, mode: str, base: str, swap: int
@@ -111,6 +111,7 @@ def resume(folder: Path) -> tuple[list[Any], list[Any]]:
     return whole, run_training(model, folder / "resumed", more, zero(1), resume=step)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_another_number(worlds: Any, tmp_path: Path):
     whole, resumed = worlds[1].run(resume, tmp_path)[0]
     assert [row["loss"] for row in resumed] == [row["loss"] for row in whole][1:]

@@ -76,7 +76,7 @@ def zero(stage: int) -> dict[str, Any]:
     ("stage", "world_size", "overrides", "kind"),
     [
         (0, 2, (), "sleep"),
-        (3, 2, (), "work"),
+        pytest.param(3, 2, (), "work", marks=pytest.mark.slow),
         pytest.param(2, 2, ("parallel.ring_degree=2", "parallel.cp_size=2"), "sleep", marks=pytest.mark.slow),
         pytest.param(2, 2, (), "work", marks=pytest.mark.slow),
         pytest.param(3, 2, ("parallel.ring_degree=2", "parallel.cp_size=2"), "sleep", marks=pytest.mark.slow),

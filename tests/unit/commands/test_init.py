@@ -279,6 +279,7 @@ def test_fewer_clips_than_gpus(clips: Path, tmp_path: Path):
     assert recipe.train.bins_per_step == 4  # two ranks, and three bins that each have room for one long clip
 
 
+@pytest.mark.slow
 def test_a_run_is_not_longer_than_a_newcomer_can_wait(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,6 +48,7 @@ def make_card(folder: Path) -> None:
         save_loss_plot(folder / "loss.png", curves, marks=record.get("events") or {})
 
 
+@pytest.mark.slow
 def test_any_value_in_any_field_of_an_export_record(tmp_path: Path) -> None:
     for what, damaged in odd_copies(RECORD, share=0.1):
         (tmp_path / RECORD_FILE).write_text(to_text(damaged))

@@ -101,6 +101,7 @@ def test_a_plan_needs_no_cache(tmp_path):
     assert "--set data.cache=DIR" in run("wan2.1-t2v-1.3b-lora")
 
 
+@pytest.mark.slow
 def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
     small = run(hardware="l40s")
     large = run(hardware="h200")

@@ -125,6 +125,7 @@ def test_tiles_are_near_the_whole(
     assert torch.equal(tiled.encode(small), encoder.encode(small))  # no larger than a tile
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32(measured: Path, exact: Tensor, wide: Tensor) -> None:
     """Measured: 1 % of the spread with these random weights; 1.7 % with a small trained VAE on a real clip."""
     half = WanVideoEncoder.load(measured, dtype="bf16")

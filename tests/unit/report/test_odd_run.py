@@ -50,6 +50,7 @@ def test_any_value_in_any_field_of_a_row_is_left_out(run: Path, name: str) -> No
         path.write_text(sound)
 
 
+@pytest.mark.slow
 def test_any_value_in_any_field_of_the_recipe_is_left_out(run: Path) -> None:
     path = run / "recipe.yaml"
     sound = path.read_text()

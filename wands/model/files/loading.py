@@ -153,7 +153,11 @@ def load_transformer(
     stored = _read_dit_config(where, folder) if folder else load_config(path, subfolder, key=key)
     model = build_empty(dict(config or stored))
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    make = _open_weights(where, folder, build_empty(stored)) if folder else partial(_initial_value, seed=seed)
+    if folder:
+        is_as_stored = config is None or dict(config) == stored
+        make = _open_weights(where, folder, model if is_as_stored else build_empty(stored))
+    else:
+        make = partial(_initial_value, seed=seed)
     num_added = model.config["in_channels"] - stored["in_channels"]
     assert num_added >= 0, (model.config["in_channels"], stored["in_channels"])
 

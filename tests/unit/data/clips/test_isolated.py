@@ -28,7 +28,7 @@ def work(item: str) -> str:
     return item.upper()
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_item_has_a_result_or_a_crash(num_workers: int) -> None:
     items = ["a", "crash", "b", "hang", "leave", "c", "crash", "d"]
     pairs = list(map_isolated(work, items, num_workers=num_workers, limit_seconds=8.0))
