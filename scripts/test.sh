@@ -16,7 +16,7 @@ if [ "${1:-}" = --all ]; then
 elif [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
-python -m pytest -n 4 --dist loadfile -m "$tier" "$@"
+python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "$tier" "$@"
 if [ "${DS_ACCELERATOR:-}" != cpu ]; then
   say "tests that need a GPU"
   python -m pytest -m gpu
