@@ -70,11 +70,14 @@ def _prompt(video: Path) -> str | None:
 
     That of `wands infer` is next to the video. That of training is one folder up, with paths relative to the run folder.
     """
-    for folder in (video.parent, video.parents[1]):
+    for folder in (video.parent, video.parent.parent):
         for row in read_rows(folder / "samples.jsonl"):
-            name = row.get("video") or row.get("file", "")
+            name = row.get("video") or row.get("file")
+            prompt = row.get("prompt")
+            if not isinstance(name, str) or not isinstance(prompt, str):
+                continue
             if video in (folder / name, folder.parent / name):
-                return row.get("prompt")
+                return prompt
     return None
 
 

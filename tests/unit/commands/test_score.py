@@ -77,6 +77,21 @@ def test_pairs_by_caption_and_frames_that_differ(tmp_path: Path):
         assert result["SSIM"] > 0.9
 
 
+def test_rows_of_another_type_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The samples are the current folder, which has no parent."""
+    save_video(tmp_path / "infer" / "000.mp4", movie(0), 16)
+    save_video(tmp_path / "clips" / "wave.mp4", movie(0), 16)
+    (tmp_path / "clips" / "wave.txt").write_text("a wave")
+    rows = [
+        *({"file": name, "prompt": "a wave"} for name in (None, 3, [])),
+        *({"file": "000.mp4", "prompt": prompt} for prompt in (None, ["a wave"], "a wave")),
+    ]
+    (tmp_path / "infer" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path / "infer")
+    (result,) = run(Path(), tmp_path / "clips")[1]
+    assert Path(result["reference"]).name == "wave.mp4"
+
+
 def test_latents(tmp_path: Path, tiny_pipeline: Path):
     samples = tmp_path / "samples"
     clips = tmp_path / "clips"
