@@ -1,8 +1,8 @@
 """Table of the Wan variants, and computations on the shape of a DiT (diffusion transformer).
 
 A variant is recognized from the config of a model, never from the name of a folder.
-Sources: the official Wan 2.1 and 2.2 configs (`wan/configs/*.py`), their `generate.py` and README, and the converted
-configs of diffusers.
+Sources: the official Wan 2.1 and 2.2 configs (`wan/configs/*.py`), their `generate.py` and README, and the converted configs of
+diffusers.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from typing import Any, Protocol
 from wands.errors import ConfigError
 
 TEXT_LEN = 512
-"""Number of text tokens that every sample attends to.
-
-The embeddings of the caption come first, then zeros. Samples attend to the zeros too, as in official Wan.
-"""
+"""Number of text tokens that every sample attends to: the caption's, then zeros, as in official Wan."""
 IMAGE_LEN = 257
 """Number of CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
 MASK_CHANNELS = 4
-"""Number of mask channels of a latent frame, one for each of its four pixel frames. The mask is 1 for conditioning frames,
-such as the first frame in image-to-video models, and 0 for other frames.
-"""
+"""Mask channels of a latent frame, one for each of its four pixel frames: 1 for conditioning frames, 0 for others."""
 EXTRA_KEY = "_wands_conditions"
 """Key in the config of a DiT that lists its inputs from outside code: {"name": NAME, "channels": NUMBER} for each."""
 _EQUAL_KEYS = ("patch_size", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
@@ -36,22 +31,21 @@ _CONFIG_KEYS |= {"num_heads": "num_attention_heads", "head_dim": "attention_head
 
 @dataclass(frozen=True)
 class DiTShape:
-    """Shape of a Wan DiT (diffusion transformer): numbers of heads, layers and channels.
+    """Shape of a Wan DiT: numbers of heads, layers and channels.
 
     Attributes:
-        num_heads: number of attention heads of a block.
-        head_dim: number of channels of one head.
-        num_layers: number of transformer blocks.
+        num_heads: attention heads of a block.
+        head_dim: channels of one head.
+        num_layers: transformer blocks.
         ffn_dim: hidden width of the feed-forward layer.
-        in_channels: number of latent channels of the input: noisy channels, then conditioning channels.
-        out_channels: number of latent channels of the output.
+        in_channels: latent channels of the input: noisy channels, then conditioning channels.
+        out_channels: latent channels of the output.
         text_dim: width of the text encoder's hidden states.
         freq_dim: width of the sinusoidal timestep features.
         patch_size: size of one token in latent (frames, rows, columns).
-        image_dim: width of CLIP's hidden states; None for a model without CLIP.
-        image_len: number of CLIP tokens that every sample attends to; 0 without CLIP.
-        image_positions: number of rows of the learned position embedding that FLF2V models add to the CLIP tokens of the
-            first and the last frame; 0 for a model without this embedding.
+        image_dim: width of CLIP's hidden states; None without CLIP.
+        image_len: CLIP tokens that every sample attends to; 0 without CLIP.
+        image_positions: rows of the learned position embedding that FLF2V models add to the CLIP tokens; 0 without it.
     """
 
     num_heads: int
@@ -69,11 +63,7 @@ class DiTShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
-        """Return the shape of a DiT from the config of a diffusers ``WanTransformer3DModel``.
-
-        Raises:
-            ValueError: if the config lacks a key.
-        """
+        """Return the shape from the config of a diffusers `WanTransformer3DModel`; raise ValueError if it lacks a key."""
         if missing := [key for key in _CONFIG_KEYS.values() if key not in config]:
             raise ValueError(f"the transformer's config lacks keys of a Wan model: {', '.join(missing)}")
         image_dim = config.get("image_dim")
@@ -96,15 +86,11 @@ class DiTShape:
 
     @property
     def condition_channels(self) -> int:
-        """Number of input channels of conditions, such as a mask and the latents of conditioning frames.
-
-        These channels get no noise, and the model does not predict them.
-        """
+        """Number of input channels of conditions, which get no noise and are not predicted."""
         return self.in_channels - self.out_channels
 
     @property
     def dim(self) -> int:
-        """Width of the residual stream: number of heads x channels of a head."""
         return self.num_heads * self.head_dim
 
     @cached_property
@@ -118,10 +104,7 @@ class DiTShape:
         return sum(parameter.numel() for parameter in model.parameters())
 
     def linear_flops_per_token(self) -> int:
-        """Return the FLOPs per video token of the linear layers and the cross-attention in one forward pass.
-
-        A multiply-add counts as 2 FLOPs.
-        """
+        """Return the FLOPs (2 for a multiply-add) per video token of linear layers and cross-attention in one forward pass."""
         d = self.dim
         block = 2 * (4 * d * d + 2 * d * d + 2 * d * self.ffn_dim)  # self q k v o, cross q o, ffn
         cross = 4 * d * (TEXT_LEN + self.image_len)  # scores and values of text and images
@@ -131,8 +114,7 @@ class DiTShape:
     def linear_flops_per_sample(self) -> int:
         """Return the FLOPs per sample, in one forward pass, of the layers that do not process video tokens.
 
-        These layers compute the embeddings of text, images and timestep, and the keys and values of cross-attention.
-        `linear_flops_per_token` counts the other parts of cross-attention: queries, scores, weighted sums and output.
+        They compute the embeddings of text, images and timestep, and the keys and values of cross-attention.
         """
         d = self.dim
         text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)
@@ -142,20 +124,13 @@ class DiTShape:
         return text_kv + embed + image + time
 
     def attention_flops_per_squared_token(self) -> int:
-        """Return the FLOPs of self-attention in one forward pass for one (query, key) pair of tokens, summed over all layers.
-
-        These FLOPs compute the scores and the weighted sum of values.
-        """
+        """Return the FLOPs of all self-attention layers in one forward pass for one (query, key) pair of tokens."""
         return self.num_layers * 4 * self.dim
 
     def forward_flops(self, seq_lens: Sequence[int]) -> int:
-        """Return the matmul FLOPs of one forward pass of diffusers' model over packed samples.
+        """Return the matmul FLOPs of one forward pass of diffusers' model over samples with `seq_lens` video tokens.
 
-        Each sample has 512 text tokens, padding included. A training step of a full finetune needs three times as many
-        FLOPs.
-
-        Args:
-            seq_lens: number of video tokens of each sample.
+        Each sample has 512 text tokens, padding included. A training step of a full finetune needs three times as many FLOPs.
         """
         of_samples = len(seq_lens) * self.linear_flops_per_sample()
         linear = sum(seq_lens) * self.linear_flops_per_token() + of_samples
@@ -173,13 +148,13 @@ class ExtraInput(Protocol):
 
 @dataclass(frozen=True)
 class Expert:
-    """A DiT of a model, with the range of noise levels that the DiT is trained for.
+    """A DiT of a model, with the range of noise levels that it is trained for.
 
     Attributes:
-        name: "high" or "low" for the high-noise or low-noise expert; "" for a model with one DiT.
-        subfolder: "transformer" or "transformer_2", the name of the DiT and of its subfolder in a diffusers pipeline.
-        sigma_range: (smallest, largest) noise level, each between 0 and 1. The largest level itself is excluded unless it
-            is 1, so that the ranges of two experts do not overlap.
+        name: "high" or "low" noise; "" for a model with one DiT.
+        subfolder: "transformer" or "transformer_2", also the name of the DiT.
+        sigma_range: (smallest, largest) noise level in [0, 1]. The largest is excluded unless it is 1, so that ranges do not
+            overlap.
     """
 
     name: str
@@ -200,21 +175,21 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 class SamplingDefaults:
     """Options for sampling videos from a model. For a published model, these are the options of the model's authors.
 
-    Any other model gets the default values of this class, except for the shift. Its `flow_shift` and `scheduler_shift` are the
-    `scheduler_shift` of a published model of the same kind, such as Wan 2.1 text-to-video.
+    Any other model gets the default values of this class, and as `flow_shift` and `scheduler_shift` the `scheduler_shift` of a
+    published model of the same kind, such as Wan 2.1 text-to-video.
 
-    Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the
-    shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
+    Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the shift 8
+    (recommended: 8 to 12) are from the README of Wan 2.1.
 
     Attributes:
-        height: height of the video in pixels.
-        width: width of the video in pixels.
-        num_frames: number of frames of the video.
+        height: in pixels.
+        width: in pixels.
+        num_frames: number of frames.
         num_inference_steps: number of denoising steps.
-        guidance_scale: scale of classifier-free guidance. In a model with two experts, scale of the high-noise expert.
+        guidance_scale: scale of classifier-free guidance; with two experts, of the high-noise expert.
         guidance_scale_2: guidance scale of the low-noise expert; None uses `guidance_scale`.
         flow_shift: shift of the noise schedule.
-        scheduler_shift: shift in the scheduler's config in the published diffusers pipeline. It can differ from `flow_shift`.
+        scheduler_shift: shift in the scheduler's config of the published pipeline. It can differ from `flow_shift`.
         negative_prompt: text from which classifier-free guidance steers away.
     """
 
@@ -233,24 +208,22 @@ class SamplingDefaults:
 class Variant:
     """A published Wan model.
 
-    A model has one or more of these conditions, which are additional inputs:
+    A model has one or more of these conditions:
 
     - "text": the caption. Every model has this condition.
-    - "image": the first frame, as additional input channels: 4 mask channels, and the latents of a video in which all other
-      frames are gray.
+    - "image": the first frame, as additional input channels: 4 mask channels, and the latents of a video with gray other frames.
     - "last_image": the last frame, in the same channels as "image".
     - "clip": CLIP's hidden states of the first frame, and for FLF2V also of the last frame, for the cross-attention.
     - "first_frame": the clean first latent frame, whose tokens have timestep 0. This condition is optional per sample.
 
     Attributes:
-        name: name of the variant in wands and in recipes.
-        dit: shape of the DiT. In a model with two experts, shape of each expert.
+        name: name in wands and in recipes.
+        dit: shape of the DiT; with two experts, of each.
         vae_stride: factors by which the VAE divides the numbers of (frames, rows, columns) of a video.
         fps: frame rate of the training videos.
         sampling: official sampling options.
-        boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one
-            DiT.
-        conditions: names of the conditions from the list above. `wands.conditions.published.conditions_of` returns the objects.
+        boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one DiT.
+        conditions: names from the list above. `wands.conditions.published.conditions_of` returns the objects.
         extra: conditions of outside code, in the order in which they enter the model.
     """
 
@@ -275,10 +248,7 @@ class Variant:
 
     @property
     def experts(self) -> tuple[Expert, ...]:
-        """DiTs of the model: one DiT, or the high-noise expert and then the low-noise expert.
-
-        With two experts, sampling uses the high-noise expert for timesteps >= 1000 * boundary_ratio.
-        """
+        """DiTs of the model: one, or the high-noise expert and then the low-noise expert."""
         boundary = self.boundary_ratio
         if boundary is None:
             return (Expert("", "transformer", (0.0, 1.0)),)
@@ -287,22 +257,13 @@ class Variant:
     def latent_size(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return the size (frames, rows, columns) of the latents of a video.
 
-        Args:
-            num_frames: number of frames of the video. It is rounded down to a multiple of 4 plus 1, such as 49 or 81.
-            height: height of the video in pixels.
-            width: width of the video in pixels.
+        The frames are rounded down to a multiple of 4 plus 1.
         """
         stride = self.vae_stride
         return (num_frames - 1) // stride[0] + 1, height // stride[1], width // stride[2]
 
     def num_tokens(self, num_frames: int, height: int, width: int) -> int:
-        """Return the number of tokens of a video in the DiT.
-
-        Args:
-            num_frames: number of frames of the video. It is rounded down to a multiple of 4 plus 1, such as 49 or 81.
-            height: height of the video in pixels.
-            width: width of the video in pixels.
-        """
+        """Return the number of tokens of a video in the DiT, see `latent_size`."""
         sides = zip(self.latent_size(num_frames, height, width), self.dit.patch_size, strict=True)
         return math.prod(side // patch for side, patch in sides)
 
@@ -361,24 +322,21 @@ def variant_of(
 ) -> Variant:
     """Return the variant of a model, recognized from its configs.
 
-    A model may have the inputs of a published family, such as "wan2.1-t2v", but an unpublished shape, such as a small model
-    for tests. For such a model, return a new variant with this shape. The name of the new variant is the name of the family
-    and "-tiny". The new variant has no official sampling options.
+    A model with the inputs of a published family, such as "wan2.1-t2v", but an unpublished shape, such as a small model for
+    tests, gives a new variant, named after the family with "-tiny", without official sampling options.
 
     With conditions of outside code, the shape in the result has their channels, whether or not the model has them already. A
     model that wands has trained lists them in its config. Another model has them if its channels fit no family without them.
 
     Args:
-        config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
-            expert.
-        index: `model_index.json` of the pipeline; None for a DiT without a pipeline. The index distinguishes Wan 2.2
-            T2V from Wan 2.1 T2V, whose DiTs have the same shape. A `boundary_ratio` in the index replaces the variant's
-            `boundary_ratio`.
+        config: config of the diffusers `WanTransformer3DModel`, of either expert.
+        index: `model_index.json` of the pipeline; None for a DiT without one. It distinguishes Wan 2.2 T2V from Wan 2.1 T2V,
+            whose DiTs have the same shape. A `boundary_ratio` in it replaces the variant's.
         conditions: conditions of outside code.
 
     Raises:
-        ValueError: if the config lacks a key or matches no supported family of variants, if a condition is missing that the
-            model was trained with, or if the model has no place for a condition.
+        ValueError: if the config lacks a key or matches no supported family, if a condition is missing that the model was trained
+            with, or if the model has no place for a condition.
     """
     shape = DiTShape.from_config(config)
     index = index or {}
@@ -419,16 +377,7 @@ def with_extra(config: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
 
 
 def check_extra(trained: Mapping[str, Any], config: Mapping[str, Any], place: str) -> None:
-    """Check that a DiT has the conditions of outside code with which weights were trained.
-
-    Args:
-        trained: config of the DiT whose weights are loaded.
-        config: config of the DiT that gets the weights.
-        place: name of the weights for the message.
-
-    Raises:
-        ValueError: if the conditions differ. The text names them.
-    """
+    """Raise ValueError unless the DiT with `config` has the outside conditions of the `trained` config, whose weights it gets."""
     names, present = (
         ", ".join(entry["name"] for entry in each.get(EXTRA_KEY) or ()) or "no input of outside code"
         for each in (trained, config)

@@ -29,12 +29,7 @@ DTYPES = {"bf16": "bfloat16", "uint8": "uint8", "bool": "bool"}
 
 
 class ClipSize(NamedTuple):
-    """Size of one sample.
-
-    Attributes:
-        latents: latent (frames, rows, columns).
-        patch_size: latent (frames, rows, columns) of one token.
-    """
+    """Size of one sample in latent (frames, rows, columns). `patch_size` is the size of one token."""
 
     latents: tuple[int, int, int]
     patch_size: tuple[int, int, int]
@@ -55,12 +50,11 @@ class ArraySpec:
     """Description of one array of a sample.
 
     Attributes:
-        name: name of the array in caches, unique among the arrays of a model.
+        name: name in caches, unique among the arrays of a model.
         dtype: "bf16" (stored as uint16 bits), "uint8", or "bool" (stored as packed bits).
         dims: size of each dimension, see `Dim`.
         optional: whether some samples lack the array.
-        whole: whether every rank of a context-parallel group needs all frames. Otherwise a rank reads the frames of its tokens,
-            and the other frames are zero.
+        whole: whether every rank of a context-parallel group needs all frames. Otherwise, frames of other ranks' tokens are zero.
         max_len: largest size of a dimension that is None.
     """
 
@@ -108,12 +102,7 @@ class ArraySpec:
         return axes[0] if axes and not self.whole else None
 
     def shape(self, size: ClipSize, lens: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the shape of the array in a sample.
-
-        Args:
-            size: size of the sample.
-            lens: sizes of the dimensions that are None, in their order.
-        """
+        """Return the shape of the array in a sample. `lens` are the sizes of the dimensions that are None, in their order."""
         named = dict(zip(NAMED_DIMS, (*size.latents, *size.grid), strict=True))
         free = iter(lens)
         return tuple(
@@ -203,11 +192,7 @@ class ArraySpec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the description that `to_json` wrote.
-
-        Raises:
-            ValueError: if the value is damaged.
-        """
+        """Return the description that `to_json` wrote; raise ValueError if the value is damaged."""
         return check_values(TypeAdapter(cls), value)
 
 
@@ -225,9 +210,7 @@ def to_bits(tensor: Tensor) -> np.ndarray:
 
 
 def from_bits(bits: np.ndarray) -> Tensor:
-    """Return the bf16 tensor with the given uint16 bits, without copying. The array must be writable. Inverse of
-    `to_bits`.
-    """
+    """Return the bf16 tensor with the given uint16 bits, without copying; the array must be writable. Inverse of `to_bits`."""
     import torch
 
     return torch.from_numpy(bits).view(torch.bfloat16)

@@ -17,14 +17,13 @@ _MASK_LEVELS = np.clip((np.arange(256, dtype=np.float32) - 5) / 245, 0, 1)
 
 @dataclass(frozen=True)
 class ClipFile:
-    """Kind of file next to a clip. Its frames are cut, resampled, cropped and resized like the frames of the clip.
+    """Kind of file next to a clip. Its frames are cut, resampled, cropped and resized like those of the clip.
 
-    A subclass may reduce the frames to less data, while the clip is decoded. Objects must be picklable.
+    A subclass may reduce the frames while the clip is decoded. Objects must be picklable.
 
     Attributes:
-        column: name of the column or JSON key that contains the path of the file, such as "control".
-        endings: ends of the names of files next to a clip, such as (".control.mp4",): a.control.mp4 belongs to a.mp4. A tar
-            archive has members with these endings.
+        column: column or JSON key with the path of the file, such as "control".
+        endings: with (".control.mp4",), a.control.mp4 belongs to a.mp4. Members of a tar archive have these endings, too.
         required: whether a clip without the file is rejected.
         allows_image: whether an image may stand for every frame of a video.
     """
@@ -35,24 +34,14 @@ class ClipFile:
     allows_image: bool = False
 
     def of_frame(self, image: np.ndarray, token_side: int) -> np.ndarray:
-        """Return what is kept of one frame.
-
-        Args:
-            image: frame in the size of the sample, uint8 [rows, columns, 3].
-            token_side: width and height of a token in pixels.
-        """
+        """Return what is kept of a frame, uint8 [rows, columns, 3]. `token_side` is in pixels."""
         return image
 
     def of_window(self, frames: np.ndarray, frame_stride: int) -> np.ndarray:
-        """Return what a condition gets of one sample.
-
-        Args:
-            frames: results of `of_frame`, one for each frame of the sample.
-            frame_stride: temporal stride of the VAE.
+        """Return what a condition gets of one sample, from the results of `of_frame`. `frame_stride` is that of the VAE.
 
         Raises:
-            ValueError: if the sample cannot be used. The text completes the sentence "video=a.mp4 has the mask a.mask.mp4,
-                which ...".
+            ValueError: if the sample cannot be used. The text completes "video=a.mp4 has the mask a.mask.mp4, which ...".
         """
         return frames
 
@@ -72,10 +61,7 @@ class MaskFile(ClipFile):
         return tokens.mean(axis=(1, 3))
 
     def of_window(self, frames: np.ndarray, frame_stride: int) -> np.ndarray:
-        """Return the weight of each token: the mean over the frames that its latent frame encodes.
-
-        The first latent frame encodes one frame. Each other latent frame encodes `frame_stride` frames.
-        """
+        """Return the weight of each token, the mean over the frames of its latent frame. The first latent frame has one."""
         rest = frames[1:].reshape(-1, frame_stride, *frames.shape[1:])
         weights = np.concatenate([frames[:1], rest.mean(axis=1)])
         if not weights.any():
@@ -87,7 +73,7 @@ MASK_FILE = MaskFile()
 
 
 class FoundFile(NamedTuple):
-    """A file next to a clip, with its kind."""
+    """File next to a clip, with its kind."""
 
     kind: ClipFile
     path: Path

@@ -1,11 +1,8 @@
 """Interface of a condition: one input of a model in addition to the noisy latents.
 
-A condition is an object with a name. Its attributes say which files, arrays and channels it has, and its methods make the
-arrays and turn them into what the model gets. `Condition` has a default for every method except `enter`, and for `encode`
-if the condition has arrays. `wands.conditions.published` has examples.
-
-To add a condition in outside code, subclass `Condition` and pass the object to the commands and functions that take
-`conditions`. The object must be picklable, because `wands preprocess` sends it to its workers.
+Its attributes say which files, arrays and channels it has; its methods make the arrays and turn them into what the model gets.
+All methods have defaults except `enter`, and `encode` if the condition has arrays. Outside code subclasses `Condition` and passes
+the object as one of `conditions`. It must be picklable, because `wands preprocess` sends it to its workers.
 """
 
 from __future__ import annotations
@@ -33,51 +30,34 @@ Draw = Callable[[str], np.random.Generator]
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Entry into the cross-attention to text.
-
-    Attributes:
-        tokens: [n, width of the text encoder] with n <= 512, without padding.
-    """
+    """Entry into the cross-attention to text: [n, width of the text encoder] with n <= 512, without padding."""
 
     tokens: Tensor
 
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Entry into the cross-attention to images.
-
-    Attributes:
-        tokens: [I, width of CLIP]. The number I is equal for all samples.
-    """
+    """Entry into the cross-attention to images: [I, width of CLIP]. I is equal for all samples."""
 
     tokens: Tensor
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Entry into the input channels of the model, next to the channels of the noisy latents.
-
-    Attributes:
-        rows: fp32 [n, P'], channels of each token in the order of `wands.patches.patchify`.
-    """
+    """Entry into the input channels of the model: rows fp32 [n, P'], for each token in the order of `wands.patches.patchify`."""
 
     rows: Tensor
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Entry into the loss.
-
-    Attributes:
-        weights: fp32 [n], weight of each token.
-    """
+    """Entry into the loss: fp32 [n], the weight of each token."""
 
     weights: Tensor
 
 
 Entry = TextTokens | CrossAttention | Channels | LossWeights
-"""Result of `Condition.enter`. Entries of one kind are joined in the order of the conditions: channels along the channels of
-a token, cross-attention along the tokens."""
+"""Result of `Condition.enter`. Entries of one kind are joined in the order of the conditions, along channels or tokens."""
 
 
 class VideoEncoder(Protocol):
@@ -118,10 +98,9 @@ class ClipFrames:
 
     Attributes:
         frames: RGB, uint8 [F, H, W, 3] on the CPU.
-        pixels: the same frames as fp32 [3, F, H, W] in [-1, 1], on the device of the encoders.
-        files: maps the column of each file next to the clip to what `ClipFile.of_window` returned: by default its frames,
-            uint8 [F, H, W, 3]. Files that the clip lacks are missing.
-        size: size of the sample in latents and tokens.
+        pixels: the same as fp32 [3, F, H, W] in [-1, 1], on the device of the encoders.
+        files: result of `ClipFile.of_window` by column, by default frames, uint8 [F, H, W, 3]; without files that the clip lacks.
+        size: size of the sample.
     """
 
     frames: Tensor
@@ -134,14 +113,14 @@ class Condition:
     """One input of a model in addition to the noisy latents.
 
     Attributes:
-        name: unique name, which messages, manifests and configs contain.
+        name: unique name, for messages, manifests and configs.
         files: kinds of files next to a clip that the condition needs.
         arrays: arrays of a sample in the cache.
         encoders: attributes of `Encoders` that `encode` uses. They are loaded before the first clip.
         channels: number of latent channels that the condition adds to the input of the model.
-        cross_tokens: number of tokens that the condition adds to the cross-attention to images.
+        cross_tokens: number of tokens that it adds to the cross-attention to images.
         dropout: probability with which training replaces the arrays of a sample by those of `absent`.
-        kind: name of the samples in evaluations that get this condition. None if the condition does not change the name.
+        kind: name of the samples in evaluations that get this condition; None does not change the name.
         is_optional: whether only some uses of a sample get this condition, so that evaluations measure both kinds.
     """
 
@@ -160,11 +139,7 @@ class Condition:
         return {}
 
     def check_clip(self, path: str, num_frames: int) -> None:
-        """Check a sample of `num_frames` frames before it is encoded.
-
-        Raises:
-            DataError: if the condition cannot be made from this sample.
-        """
+        """Check a sample before it is encoded; raise DataError if the condition cannot be made from it."""
 
     def encode(self, clip: ClipFrames, encoders: Encoders) -> dict[str, Tensor]:
         """Return the arrays of a sample, in a worker of `wands preprocess`. The dtypes are converted to those of `arrays`."""
@@ -188,38 +163,23 @@ class Condition:
     def enter(self, arrays: Arrays, size: ClipSize) -> Entry | None:
         """Return what the model or the loss gets of a sample, or None for nothing.
 
-        Args:
-            arrays: arrays of this condition. Optional arrays may be missing. Frames that belong to other ranks are zero.
-            size: size of the sample.
+        Optional arrays may be missing. Frames that belong to other ranks are zero.
         """
         return None
 
     def num_clean_tokens(self, draw: Draw, grid: tuple[int, int, int], flow: FlowConfig) -> int:
-        """Return the number of tokens at the start of a sample that the model gets without noise, and that have no loss.
+        """Return the number of tokens at the start of a sample without noise and loss.
 
-        Args:
-            draw: random number generators of this use of the sample.
-            grid: number of tokens along (frame, row, column).
-            flow: `flow` section of the recipe.
+        `grid` is (frames, rows, columns) of tokens.
         """
         return 0
 
     def dropout_rate(self, flow: FlowConfig, of_source: float | None) -> float:
-        """Return the probability with which the arrays of a sample are replaced by those of `absent`.
-
-        Args:
-            flow: `flow` section of the recipe.
-            of_source: `caption_dropout` of the sample's data source.
-        """
+        """Return the probability of dropout. `of_source` is `caption_dropout` of the sample's data source."""
         return self.dropout
 
     def request(self, clip: ClipFrames, encoders: Encoders) -> dict[str, Tensor]:
-        """Return the arrays of a video to sample.
-
-        Args:
-            clip: gray frames in the size of the video, and the files that the user gave for this video.
-            encoders: frozen encoders of the pipeline.
-        """
+        """Return the arrays of a video to sample, from gray frames in its size and the files of the user."""
         return self.encode(clip, encoders)
 
     @property

@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Text(Condition):
-    """The caption, embedded by the text encoder. `wands preprocess` encodes captions apart from clips.
-
-    Attributes:
-        width: width of the text encoder.
-        null_embeds: embedding of the empty caption, which replaces the caption at dropout.
-    """
+    """The caption, embedded by the text encoder, apart from clips. At dropout, `null_embeds` of the empty caption replace it."""
 
     width: int
     null_embeds: Tensor | None = None
@@ -58,12 +53,10 @@ class Text(Condition):
         return {"text_embeds": self.null_embeds}
 
     def mock(self, draw: Draw, size: ClipSize, free_len: int) -> dict[str, Tensor]:
-        """Return a random embedding of `free_len` tokens."""
         [spec] = self.arrays
         return {spec.name: spec.draw(draw("text"), spec.shape(size, [free_len]))}
 
     def enter(self, arrays: Arrays, size: ClipSize) -> Entry:
-        """Return the tokens of the text."""
         return TextTokens(arrays["text_embeds"])
 
     def dropout_rate(self, flow: FlowConfig, of_source: float | None) -> float:
@@ -72,18 +65,12 @@ class Text(Condition):
 
     @property
     def dropout_purpose(self) -> str:
-        """Purpose of the random number that decides the dropout."""
         return "cfg_dropout"
 
 
 @dataclass(eq=False)
 class ImageFrames(Condition):
-    """First frame, or first and last frame, as channels: a mask, and the latents of a video in which all other frames are gray.
-
-    Attributes:
-        latent_channels: number of channels of the latents.
-        last_image: whether the last frame is given, too.
-    """
+    """First frame, and with `last_image` the last, as channels: a mask, and the latents of a video with gray other frames."""
 
     latent_channels: int
     last_image: bool = False
@@ -100,7 +87,6 @@ class ImageFrames(Condition):
         return {"frames": "first and last" if self.last_image else "first"}
 
     def check_clip(self, path: str, num_frames: int) -> None:
-        """Reject a sample of one frame."""
         if num_frames == 1:
             raise DataError(
                 f"video={path} gives one frame, but an image-to-video model generates a video from the first frame and "
@@ -116,24 +102,16 @@ class ImageFrames(Condition):
         return [{"image_latents": latents} for latents in encoders.vae.encode(given)]
 
     def mock(self, draw: Draw, size: ClipSize, free_len: int) -> dict[str, Tensor]:
-        """Return random latents."""
         [spec] = self.arrays
         return {spec.name: spec.draw(draw("image latents"), spec.shape(size))}
 
     def enter(self, arrays: Arrays, size: ClipSize) -> Entry:
-        """Return the mask and the latents as channels."""
         return Channels(condition_channels(arrays["image_latents"], self.last_image, size.patch_size))
 
 
 @dataclass(eq=False)
 class ClipStates(Condition):
-    """Hidden states of CLIP for the first frame, or for the first and last frame.
-
-    Attributes:
-        num_tokens: number of CLIP tokens of all given frames together.
-        width: width of CLIP.
-        last_image: whether the last frame is given, too.
-    """
+    """Hidden states of CLIP for the first frame, and with `last_image` the last; `num_tokens` of both together."""
 
     num_tokens: int
     width: int
@@ -146,17 +124,14 @@ class ClipStates(Condition):
         self.cross_tokens = self.num_tokens
 
     def encode(self, clip: ClipFrames, encoders: Encoders) -> dict[str, Tensor]:
-        """Encode the given frames."""
         kept = [0, -1] if self.last_image else [0]
         return {"image_embeds": encoders.image.encode([*clip.frames[kept].numpy()])}
 
     def mock(self, draw: Draw, size: ClipSize, free_len: int) -> dict[str, Tensor]:
-        """Return random hidden states."""
         [spec] = self.arrays
         return {spec.name: spec.draw(draw("image"), spec.shape(size))}
 
     def enter(self, arrays: Arrays, size: ClipSize) -> Entry:
-        """Return the hidden states."""
         return CrossAttention(arrays["image_embeds"])
 
 
@@ -179,8 +154,8 @@ class CleanFirstFrame(Condition):
 class LossMask(Condition):
     """Weight of each token in the loss, from 0 to 1. Only samples with a mask have the array.
 
-    bf16 stores 0 and 1 exactly, and other weights with an error of at most 0.4 %. Every rank needs the whole array, because
-    the loss of a sample is divided by the sum of its weights.
+    bf16 stores 0 and 1 exactly, other weights with an error of at most 0.4 %. Every rank needs the whole array, because the loss
+    of a sample is divided by the sum of its weights.
     """
 
     name = "mask"
@@ -202,23 +177,14 @@ class LossMask(Condition):
         return {} if weights is None else {"token_weights": weights}
 
     def enter(self, arrays: Arrays, size: ClipSize) -> Entry | None:
-        """Return the weight of each token; None without a mask."""
         weights = arrays.get("token_weights")
         return None if weights is None else LossWeights(weights.flatten().float())
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a copy of a clip that keeps only the conditioning frames of an image-to-video model. All other frames are gray (0).
+    """Return a copy of pixels [..., 3, F, H, W] in [-1, 1], F > 1, that keeps the first and, with `last_image`, the last frame.
 
-    The conditioning frames are the first frame and, if `last_image` is true, the last frame.
-
-    Args:
-        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns. A batch dimension may come first.
-        last_image: whether to keep the last frame in addition to the first frame.
-
-    Returns:
-        Tensor of the shape of `pixels`.
-
+    All other frames are gray (0).
     Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
     """
     import torch
@@ -234,12 +200,7 @@ PUBLISHED = ("text", "image", "clip", "first_frame", "mask")
 
 
 def published_conditions(dit: DiTShape, names: Sequence[str] = ("text",)) -> tuple[Condition, ...]:
-    """Return the conditions of a published model, in the order in which they enter the model.
-
-    Args:
-        dit: shape of the DiT.
-        names: names of the conditions, see `Variant.conditions`.
-    """
+    """Return the conditions of a published model, in the order in which they enter it. For `names`, see `Variant.conditions`."""
     last_image = "last_image" in names
     found: list[Condition] = [Text(dit.text_dim)]
     if "image" in names:

@@ -1,7 +1,6 @@
 """`wands convert`: write a model or a LoRA in the file layout of another program, and compare the result with the source.
 
-All tensors of the result and the source must be equal bit for bit. The DiTs of the result and the source must also
-give equal outputs in a forward pass.
+All tensors must be equal bit for bit. The DiTs of both must also give equal outputs in a forward pass.
 """
 
 from __future__ import annotations
@@ -62,23 +61,15 @@ _NOT_CONVERTED = {
 
 
 def convert(options: ConvertOptions) -> ConvertResult:
-    """Write a model or a LoRA in the file layout of diffusers, official Wan, ComfyUI or, for a LoRA, musubi-tuner.
+    """Write a model or a LoRA in another layout, read it back, compare it with the source bit for bit, and return a summary.
 
-    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. With
-    `options.forward`, diffusers then runs a forward pass with the source's DiT, and a forward pass with the result's DiT.
-    The two outputs must be equal.
-
-    Args:
-        options: options of the command.
-
-    Returns:
-        A summary of the conversion.
+    Tensors are converted one at a time. With `options.forward`, diffusers runs a forward pass with both DiTs, whose outputs must
+    be equal.
 
     Raises:
-        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the source and `--base`
-            (model for missing parts) are different models. The error is also raised if options exclude each other.
-        CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
-            source.
+        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, source and `--base` are different
+            models, or options exclude each other.
+        CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
     """
     result = ConvertResult(options.out.resolve())
@@ -116,7 +107,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
 
 
 def _find_source_loras(root: Path) -> list[FoundLora]:
-    """Return the LoRA in the source of a conversion: one file, a file for each expert, or [] if the source is not a LoRA.
+    """Return the LoRA in a source: one file, a file for each expert, or [] if the source is not a LoRA.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -141,23 +132,14 @@ def _find_source_loras(root: Path) -> list[FoundLora]:
 def _convert_lora(
     source: FoundLora, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, named: bool
 ) -> None:
-    """Convert a LoRA file to the file layout of diffusers, official Wan, ComfyUI or musubi-tuner.
+    """Convert a LoRA file to the layout `to`.
 
-    If the file contains the LoRAs of two experts (DiTs for high and low noise), write two files, because no program loads
-    both LoRAs from one file.
-
-    Args:
-        source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.
-        out: existing folder for the new files.
-        result: receives a summary of each new file, and notes for the user.
-        to: "diffusers", "official", "comfyui" or "musubi".
-        dtype: dtype of the new files; None keeps the dtype of the source.
-        named: whether a file for one expert gets the name of the expert, as every file for two experts does.
+    A file with LoRAs of two experts becomes two, because no program loads both from one. `named` adds the name of the expert to
+    the file for one expert. `dtype` None keeps the dtype of the source.
 
     Raises:
-        CheckpointError: if `source` is not a LoRA of Wan. The error is also raised if
-            `source` contains full (not low-rank) changes of parameters that the layout `to` cannot store, or if values
-            read back from a written file differ from the values in `source`.
+        CheckpointError: if `source` is not a LoRA of Wan, has full differences that the layout cannot store, or values read back
+            differ.
     """
     path = source.path
     loras = source.read(f"SOURCE {path}")
@@ -198,17 +180,16 @@ def _convert_lora(
 
 @dataclass
 class ModelConversion:
-    """Conversion of one model to the file layout of another program: diffusers, official Wan or ComfyUI.
+    """Conversion of one model to the layout `to` of another program: diffusers, official Wan or ComfyUI.
 
     Attributes:
         options: options of the command.
-        to: layout of the result: "diffusers", "official" or "comfyui".
+        to: "diffusers", "official" or "comfyui".
         root: folder or file of the source.
         out: existing folder for the result.
-        rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model.
-            None copies nothing.
-        result: receives a summary of each component, and notes for the user.
-        variant: model variant of the DiT. The attribute does not exist until the DiT has been converted.
+        rest: folder of a model in the layout `to`, for components that the source lacks; None copies nothing.
+        result: receives summaries and notes.
+        variant: variant of the DiT; does not exist until the DiT has been converted.
         dit_config: diffusers config of the DiT; empty until the DiT has been converted.
     """
 
@@ -278,9 +259,7 @@ class ModelConversion:
             raise ConfigError(f"SOURCE={self.options.source}: {error}. Set SOURCE to a Wan model.") from error
 
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
-        """Return the path for the tensors of a component (one model, such as the VAE): a folder, or a single file if the
-        layout stores the component in one file.
-        """
+        """Return the path for the tensors of a component: a folder, or a file if the layout stores it in one."""
         name = component.name
         if self.to == "diffusers":
             return self.out / name
@@ -301,11 +280,7 @@ class ModelConversion:
     def _write(
         self, component: SourceComponent, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
     ) -> list[Path]:
-        """Write the tensors of a component, and its config if the layout has a config file.
-
-        Returns:
-            The paths of the files with the tensors.
-        """
+        """Write the tensors of a component and, if the layout has one, its config; return the paths of the tensors."""
         target = self._target(component, config)
         target.parent.mkdir(exist_ok=True)
         if target.suffix in (".pth", ".safetensors"):
@@ -322,11 +297,9 @@ class ModelConversion:
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
-        - If --base is set, the parts are copied from the pipeline folder of --base (attribute `rest`).
-        - Otherwise, if the source is a diffusers pipeline, the parts are copied from the source.
-        - Otherwise, if the source has the tokenizer and all models of the pipeline, the tokenizer is copied. New scheduler
-          files and a new model_index.json are written.
-        - Otherwise, nothing is added. A note in the result names the missing parts.
+        They are copied from --base (`rest`), else from a source that is a diffusers pipeline. Else, if the source has the
+        tokenizer and all models, scheduler files and model_index.json are new. Otherwise nothing is added, and a note names the
+        missing parts.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
@@ -349,10 +322,7 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Complete a result in the official layout: copy the files that the result lacks, such as tokenizer and CLIP.
-
-        The files are copied from the source of the conversion. Files that the source lacks are copied from the model in --base.
-        """
+        """Copy the files that an official result lacks, such as tokenizer and CLIP, from the source or else from --base."""
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER, self.root)
         for root in filter(None, (self.root, self.rest)):
@@ -365,11 +335,7 @@ class ModelConversion:
 
 
 def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
-    """Write tensors as a pickled state dict, the format of the .pth files of Wan's authors.
-
-    Raises:
-        OSError: if the file cannot be written, for example because the disk is full.
-    """
+    """Write tensors as a pickled state dict, the format of the .pth files of Wan's authors. Raises OSError."""
     state = {tensor.name: tensor.read() for tensor in tensors}
     try:
         torch.save(state, path)
@@ -380,11 +346,7 @@ def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
 def _is_wans_own(config: Mapping[str, Any]) -> bool:
     """Return whether a VAE has the latent mean and standard deviation of the published Wan VAE.
 
-    The official code contains these values as constants. Only diffusers' layout can store other values, in the VAE's
-    config. A VAE with other values can therefore not be converted to the official layout or to ComfyUI's layout.
-
-    Args:
-        config: diffusers config of the VAE.
+    These are constants in the official code. A VAE with other values can therefore only have diffusers' layout.
     """
     stock = build_stock("vae", config).config
     published = official.LATENTS_22 if stock["z_dim"] == 48 else build_stock("vae", {}).config

@@ -29,11 +29,10 @@ class ComponentSummary:
         name: name of the component or file.
         read: number of tensors in the source.
         written: number of tensors in the result.
-        renamed: number of written tensors whose name differs from the name in the source.
-        num_bytes: size of the written tensors in bytes.
-        unused: names of the source's tensors that were not converted, because the new layout does not have them.
-        forward: text about the comparison of the DiT's outputs before and after the conversion; "" if no outputs were
-            compared.
+        renamed: number of written tensors with a new name.
+        num_bytes: size of the written tensors.
+        unused: the source's tensors that the new layout does not have.
+        forward: text about the comparison of the DiT's outputs; "" without one.
     """
 
     name: str
@@ -56,28 +55,14 @@ class ComponentSummary:
 
 @dataclass
 class ConvertResult:
-    """Result of a conversion: the written folder, a summary of each component (model), and notes for the user.
-
-    Attributes:
-        out: folder that was written.
-        summaries: one summary for each component or LoRA file.
-        notes: sentences for the user, for example about a missing component and how to get it.
-    """
+    """Folder that a conversion wrote, summary of each component or LoRA file, and notes for the user."""
 
     out: Path
     summaries: list[ComponentSummary] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **details: Any) -> None:
-        """Add the summary of a component or LoRA file to the result.
-
-        Args:
-            name: name of the component or file.
-            read: number of tensors in the source.
-            tensors: the written tensors.
-            renamed: number of written tensors whose name differs from the name in the source.
-            details: further fields of `ComponentSummary`.
-        """
+        """Add the summary of a component or LoRA file. `details` are further fields of `ComponentSummary`."""
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         self.summaries.append(
             ComponentSummary(
@@ -91,13 +76,9 @@ class ConvertResult:
 
 
 def stock_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps each tensor name of a DiT file to the name of this tensor in diffusers.
+    """Return the diffusers name of each tensor name of a DiT file in any layout.
 
-    The translation uses diffusers' conversion function instead of the name map of wands. A comparison can then find
-    errors in the name map of wands.
-
-    Args:
-        names: all tensor names of a DiT file, in any layout.
+    It uses diffusers' conversion, so that a comparison can find errors in the name map of wands.
     """
     without_prefix, _ = split_prefix(names)
     if any(".attn1." in name for name in without_prefix):
@@ -109,18 +90,12 @@ def stock_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], files: Sequence[Path]) -> str:
-    """Run diffusers' DiT with the source's tensors and with the result's tensors, and compare the two outputs bit for bit.
+    """Run diffusers' DiT with the tensors of source and result; return a text for the summary.
 
-    Args:
-        mapping: maps names in the new layout to the source's tensors.
-        tensors: tensors in the result. The source's tensors are cast to the dtypes of these tensors.
-        files: files of the result.
-
-    Returns:
-        A text about the result of the comparison, for the summary of the conversion.
+    The source's tensors are cast to the dtypes of `tensors`, those of the result.
 
     Raises:
-        CheckpointError: if the two outputs differ.
+        CheckpointError: if the outputs are not equal bit for bit.
     """
     new_names = stock_names(mapping.sources)
     dtypes = {new_names[tensor.name]: tensor.dtype for tensor in tensors}

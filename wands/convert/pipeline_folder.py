@@ -17,13 +17,9 @@ from wands.variants import Variant
 
 
 def build_stock(component: str, config: Mapping[str, Any]) -> Any:
-    """Build the model of a pipeline component on the meta device, so that its parameters have shapes but no values.
+    """Build the model of a component, such as "vae", on the meta device.
 
-    The class of the model is from diffusers or transformers.
-
-    Args:
-        component: name of the component in a diffusers pipeline, such as "transformer" or "vae".
-        config: config of the model in the format of its library, diffusers or transformers.
+    Its class is from diffusers or transformers, as `config` is.
     """
     with torch.device("meta"):
         if component == "text_encoder":
@@ -35,13 +31,7 @@ def build_stock(component: str, config: Mapping[str, Any]) -> Any:
 
 
 def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json of a component exactly as diffusers or transformers would write this file.
-
-    Args:
-        component: name of the component in a diffusers pipeline, such as "transformer" or "vae".
-        config: config of the model in the format of its library.
-        folder: existing folder for config.json.
-    """
+    """Write config.json of a component, such as "vae", to an existing folder, exactly as its library would."""
     model = build_stock(component, config)
     if component in ("text_encoder", "image_encoder"):
         type(model.config)(**config).save_pretrained(folder)  # the model adds keys to its config
@@ -76,19 +66,11 @@ _SCHEDULER = {
     "use_flow_sigmas": True,
     "use_karras_sigmas": False,
 }
-"""Config of the scheduler of Wan2.1-T2V-1.3B-Diffusers without flow_shift. FastVideo refuses keys that later releases of
-diffusers have added."""
+"""Scheduler of Wan2.1-T2V-1.3B-Diffusers without flow_shift. FastVideo refuses keys of later releases of diffusers."""
 
 
 def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
-    """Write the tokenizer, scheduler and model_index.json of a pipeline, with the same contents as in the diffusers
-    pipelines of the published Wan models.
-
-    Args:
-        out: folder of the pipeline, which already contains the converted models.
-        tokenizer_dir: folder of the tokenizer in the source of the conversion.
-        variant: variant of the model.
-    """
+    """Write tokenizer, scheduler and model_index.json next to the converted models, as in the published diffusers pipelines."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
     tokenizer.save_pretrained(out / "tokenizer")
     (out / "scheduler").mkdir()
@@ -121,11 +103,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def copy_path(source: Path, target: Path, model: Path) -> None:
-    """Copy a file or folder of the folder `model` to a new path. Create the missing parent folders of the new path.
-
-    Raises:
-        WandsError: if a file to copy is a link that leads out of the model and of the Hub cache.
-    """
+    """Copy a file or folder of `model`; raise WandsError if a link in it leads out of the model and of the Hub cache."""
 
     def check(folder: str, names: list[str]) -> set[str]:
         for name in names:

@@ -25,19 +25,14 @@ _Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """Description of the files and tensor names of one kind of model: DiT, VAE, text encoder or image encoder.
+    """Files and tensor names of one kind of model: DiT, VAE, text encoder or image encoder.
 
     Attributes:
-        signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
-            have). wands recognizes a file by these names.
-        names: function that returns the map between official and diffusers tensor names. Its arguments are the names of
-            all tensors, and a text that names the files in error messages.
-        config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
-            the official config, and a text that names the files in error messages.
-        official_files: glob pattern of the model's file in the repositories of Wan's authors, without suffix; "" if the
-            repositories contain a folder for the model instead of a single file.
-        unused: parts of tensor names. A tensor is not converted if its name contains one of these parts, except from diffusers'
-            layout to itself.
+        signs: (tensor name that only official files of this kind have, one that only diffusers files of this kind have).
+        names: maps all tensor names, and a text that names the files in errors, to the name map.
+        config: maps shapes by official name, the official config, and that text to the diffusers config.
+        official_files: glob pattern of the file in the repositories of Wan's authors, without suffix; "" if they have a folder.
+        unused: parts of names of tensors that are not converted, except from diffusers' layout to itself.
     """
 
     signs: tuple[str, str]
@@ -82,9 +77,9 @@ class SourceComponent(NamedTuple):
     """One model in the source of a conversion, for example the VAE.
 
     Attributes:
-        name: name of the component in a diffusers pipeline, a key of `KINDS`.
+        name: key of `KINDS`, its name in a diffusers pipeline.
         files: files of the weights.
-        config: contents of the config.json next to the weights; None if this file does not exist.
+        config: contents of the config.json next to the weights; None without this file.
     """
 
     name: str
@@ -93,12 +88,12 @@ class SourceComponent(NamedTuple):
 
 
 class ComponentMapping(NamedTuple):
-    """Tensors of one component (DiT, VAE or encoder), mapped from the source to the new file layout.
+    """Tensors of one component, mapped from the source to the new file layout.
 
     Attributes:
-        config: config of the model in the format of diffusers or transformers.
-        stored: maps the name of each tensor in the source's files to the tensor.
-        sources: maps a tensor name of the new layout to the source's tensor, in the shape of the new layout.
+        config: config in the format of diffusers or transformers.
+        stored: tensors by name in the source's files.
+        sources: the source's tensors by name in the new layout, in its shapes.
         fp8: names in the source's files of the weights that are stored in fp8.
         notes: sentences for the user about the source's files.
     """
@@ -117,12 +112,9 @@ class ComponentMapping(NamedTuple):
 
 
 def find_components(source: Path, base: Path | None) -> list[SourceComponent]:
-    """Return every model that the source of a conversion contains.
+    """Return every model in a source: diffusers pipeline, official repository, folder of one DiT, ComfyUI folder, or single file.
 
-    Args:
-        source: path of a diffusers pipeline, a repository in Wan's original layout, a folder of one DiT, a folder in ComfyUI's
-            layout, or a single file.
-        base: folder of the model in --base, which tells the head dim of a single file if it is a diffusers pipeline.
+    `base` is the folder in --base; if it is a diffusers pipeline, it gives the head dim of a single file.
 
     Raises:
         ConfigError: if the source contains no Wan model.
@@ -154,10 +146,7 @@ def find_components(source: Path, base: Path | None) -> list[SourceComponent]:
 
 
 def _find_dits(source: Path) -> list[SourceComponent]:
-    """Return the DiT of a folder with one diffusers DiT, or the DiTs of a repository in Wan's original layout.
-
-    Return [] for other folders.
-    """
+    """Return the DiT of a folder with one diffusers DiT, or the DiTs of an official repository; [] for other folders."""
     components = []
     for expert in EXPERTS:
         if (folder := official.find_expert(source, expert)) is None:
@@ -174,10 +163,7 @@ def _find_dits(source: Path) -> list[SourceComponent]:
 
 
 def _find_files(source: Path, base: Path | None) -> list[SourceComponent]:
-    """Return the models in a folder of ComfyUI's layout, or the DiTs in its folder `diffusion_models`.
-
-    Two DiTs are the experts whose names their files contain. Return [] for other folders.
-    """
+    """Return the models in a ComfyUI folder, or the DiTs in its `diffusion_models`; two are the experts that their names say."""
     folder = source / "diffusion_models" if (source / "diffusion_models").is_dir() else source
     found = sorted(folder.glob("*.safetensors"))
     by_expert = {
@@ -220,11 +206,7 @@ def _read_source_config(folder: Path) -> _Config:
 
 
 def map_component(component: SourceComponent, to: str) -> ComponentMapping:
-    """Map a model to a new file layout: find the source's tensor for each tensor of the layout, and check the shapes.
-
-    Args:
-        component: the model in the source of the conversion, such as the VAE.
-        to: name of the new file layout: "diffusers", "official" or "comfyui".
+    """Find the source's tensor for each tensor of the layout `to`, and check the shapes.
 
     Raises:
         CheckpointError: if a file is damaged, a tensor name is unknown, tensors are missing, or shapes differ from the config.
@@ -269,16 +251,9 @@ def map_component(component: SourceComponent, to: str) -> ComponentMapping:
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Split and reshape the tensors of an official CLIP file: each attn.to_qkv becomes attn.q, attn.k and attn.v.
+    """Split attn.to_qkv of an official CLIP file into attn.q, attn.k and attn.v, and reshape; other tensors are unchanged.
 
-    The tensors of all other models are returned unchanged.
-
-    Args:
-        stored: maps each tensor name to the tensor. The prefix that ComfyUI adds to all names, such as "diffusion_model.", is
-            already removed.
-
-    Returns:
-        A dict that maps the new tensor names to tensors. `LazyTensor.name` is still the name of the tensor in the file.
+    The names have no prefix. `LazyTensor.name` stays the name in the file.
     """
     sources: dict[str, LazyTensor] = {}
     for name, value in stored.items():

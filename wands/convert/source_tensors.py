@@ -1,7 +1,6 @@
 """Read the tensors of one model from the files of other programs.
 
-Such a file may contain further models, may store weights in fp8 with or without scales, and may put a prefix in front of all
-names.
+Such a file may contain further models, weights in fp8 with or without scales, and a prefix in front of all names.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class SourceTensors(NamedTuple):
     """Tensors of one model in a source of a conversion.
 
     Attributes:
-        tensors: maps each name without prefix to the tensor. `LazyTensor.name` is the name in the file. A weight in fp8 is read
-            as fp32, multiplied by its scale.
+        tensors: tensor by name without prefix; `LazyTensor.name` is the name in the file. A weight in fp8 is read as fp32, times
+            its scale.
         fp8: names in the file of the weights that are stored in fp8.
         notes: sentences for the user about what was left out or changed.
     """
@@ -41,14 +40,11 @@ class SourceTensors(NamedTuple):
 
 
 def read_tensors(files: Sequence[Path], where: str) -> SourceTensors:
-    """Find the tensors of one model in files, without reading their values.
-
-    Args:
-        files: safetensors files, or pickles that contain only tensors.
-        where: start of the error messages, such as "SOURCE FILE".
+    """Find the tensors of one model in files, safetensors or pickles that contain only tensors, without reading their values.
 
     Raises:
-        CheckpointError: if a file is damaged, or stores weights in a format that wands does not read.
+        CheckpointError: if a file is damaged, or stores weights in a format that wands does not read. Messages start with
+            `where`.
     """
     opened = TensorFiles(files, where)
     names, others = split_prefix(opened.tensors)

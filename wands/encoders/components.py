@@ -29,12 +29,7 @@ WEIGHT_STEMS = {"vae": DIT_STEM, "text_encoder": "model", "image_encoder": "mode
 
 
 def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES) -> Path:
-    """Return the folder of a component of a pipeline. Download the component if `model` is a Hub id.
-
-    Args:
-        model: diffusers pipeline folder or Hub id.
-        part: name of the component's subfolder in the pipeline, such as "vae".
-        patterns: glob patterns of the files to download.
+    """Return the folder of a component, such as "vae", of a pipeline folder or Hub id; download files that match `patterns`.
 
     Raises:
         ConfigError: if the model does not exist, has no subfolder for the component, or names sizes that no model has.
@@ -54,25 +49,13 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the JSON config of a component of a pipeline.
-
-    Raises:
-        ConfigError: if the file is missing or not a JSON object.
-    """
+    """Read the JSON config of a component; raise ConfigError if the file is missing or not a JSON object."""
     label = f"model={path.parent.parent}: {path.parent.name}/{path.name}"
     return read_model_config(path, label=label, fix="restore the file.")
 
 
 def read_variant(model: str | Path, conditions: Sequence[ExtraInput] = ()) -> Variant:
-    """Return the variant of a pipeline, recognized from the config of its transformer and from its model_index.json.
-
-    Args:
-        model: diffusers pipeline folder or Hub id.
-        conditions: conditions of outside code, see `variant_of`.
-
-    Raises:
-        ConfigError: if the model does not exist or is not a supported variant.
-    """
+    """Return the variant of a pipeline folder or Hub id, see `variant_of`; raise ConfigError if there is none."""
     config = read_config(find_part(model, "transformer", CONFIG_FILES) / "config.json")
     try:
         return variant_of(config, load_index(model, key="--model"), conditions)
@@ -81,25 +64,12 @@ def read_variant(model: str | Path, conditions: Sequence[ExtraInput] = ()) -> Va
 
 
 def check_part(model: nn.Module, folder: Path) -> None:
-    """Check that a loaded component contains neither NaN nor infinite values.
-
-    Args:
-        model: the component on the CPU.
-        folder: folder of the component, a result of `find_part`.
-
-    Raises:
-        CheckpointError: if a weight contains NaN or infinite values. The message names the weight and its file.
-    """
+    """Raise CheckpointError, with the weight and its file, if a loaded component on the CPU contains NaN or infinite values."""
     check_model(model, f"model={folder.parent}", lambda: folder, WEIGHT_STEMS[folder.name])
 
 
 def load_part(model: str | Path, part: str, load: Callable[[], T]) -> T:
     """Return the result of `load`, which loads a component of a pipeline. Log messages of libraries are hidden.
-
-    Args:
-        model: diffusers pipeline folder or Hub id.
-        part: name of the component, for error messages.
-        load: function that loads the component.
 
     Raises:
         ConfigError: if the component is damaged or incomplete.
@@ -116,11 +86,10 @@ def load_part(model: str | Path, part: str, load: Callable[[], T]) -> T:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide notices of diffusers and transformers inside a `with` block. If stderr is not a terminal, also hide progress bars.
+    """Hide notices of diffusers and transformers inside a `with` block, and progress bars if stderr is not a terminal.
 
-    In a log file, a progress bar would write a new line for each of its updates. The hidden notices are about unused
-    config keys, unused tensors and fallbacks of image processors. Reports of missing tensors are still shown.
-    `wands --verbose` shows all notices.
+    In a log file, a progress bar would write a line for each update. The notices are about unused config keys, unused tensors and
+    fallbacks of image processors. Reports of missing tensors, and everything under `wands --verbose`, are still shown.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -142,10 +111,9 @@ def quiet_loading() -> Iterator[None]:
 
 
 def _is_important(record: logging.LogRecord) -> bool:
-    """Return whether a log record of transformers' model loader must be shown.
+    """Return whether to show a record of transformers' model loader.
 
-    A load report (summary of the tensors that do not match the model) is shown only if it names a missing, mismatched or
-    unconverted tensor. Records that are not load reports are always shown.
+    A load report counts only if it names a missing, mismatched or unconverted tensor.
     """
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))

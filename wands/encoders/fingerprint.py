@@ -41,28 +41,18 @@ _CONFIG_KEYS = {
     ),
 }
 # fmt: on
-"""Maps a component to the config keys that change its results without changing the name or shape of a tensor.
+"""Config keys by component that change its results without changing the name or shape of a tensor.
 
-The fingerprint contains these keys. All other keys are ignored, because new releases of diffusers and transformers add keys.
-"""
+The fingerprint ignores all other keys, because new releases of diffusers and transformers add some."""
 _CONFIG_CLASSES = {"text_encoder": transformers.UMT5Config, "image_encoder": transformers.CLIPVisionConfig}
 PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly; ÄÖÜß naïve"
 
 
 def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
-    """Identify the frozen encoders of a pipeline by their content.
+    """Identify the frozen encoders of a pipeline folder or Hub id by their content: {component: {name of a digest: digest}}.
 
-    The tokenizer has one SHA-256 digest, for the vocabulary together with the tokens of a test sentence. Every other component
-    has a digest of the config keys that change results and, if the component has weights, a digest of the weights. Weights on
-    the Hub are not downloaded, because the Hub stores the SHA-256 of each weight file.
-
-    Args:
-        model: diffusers pipeline folder or Hub id.
-
-    Returns:
-        {component: {name of a digest: digest}}. The components are "vae", "text_encoder" and "tokenizer", and for a
-        model with CLIP also "image_encoder" and "image_processor". The names of the digests are "config_sha256",
-        "weights_sha256" and "vocabulary_sha256". Components that the model lacks are left out.
+    The components are "vae", "text_encoder" and "tokenizer", with CLIP also "image_encoder" and "image_processor", as far as the
+    model has them. Weights on the Hub are not downloaded, because the Hub stores the SHA-256 of each file.
 
     Raises:
         ConfigError: if the model does not exist or a component is damaged.
@@ -79,15 +69,11 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
 
 
 def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
-    """Return the SHA-256 digests of a component, as a dict from the name of each digest to the digest.
+    """Return the SHA-256 digests of a component by name.
 
-    The tokenizer has only "vocabulary_sha256". Any other component has "config_sha256" and, if it has weights,
-    "weights_sha256". A missing config key counts as null for the image processor, and as its default value otherwise.
-
-    Args:
-        model: pipeline folder or Hub id. For a Hub id, the Hub gives the digests of weight files that are not in `folder`.
-        part: name of the component, such as "vae".
-        folder: folder with the component's config files, and perhaps its weights.
+    The tokenizer has "vocabulary_sha256", for the vocabulary and the tokens of a test sentence. All others have "config_sha256"
+    and, with weights, "weights_sha256", which the Hub gives for files that are not in `folder`. A missing config key counts as
+    null for the image processor, and as its default otherwise.
     """
     if part == "tokenizer":
         load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)

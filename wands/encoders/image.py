@@ -36,8 +36,7 @@ class ImageEncoder:
     def load(cls, model: str | Path, device: torch.device | str = "cpu") -> ImageEncoder:
         """Load CLIP and its image processor from a pipeline folder or Hub id, in float32 as published.
 
-        The class of the image processor is read from model_index.json, because another class would resize images to
-        slightly different pixels.
+        The class of the image processor is read from model_index.json, because others resize to slightly different pixels.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
@@ -60,15 +59,9 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return the input of CLIP's last layer: the hidden states of all images, concatenated along the token axis.
+        """Return the input of CLIP's last layer for images, each uint8 [rows, columns, 3]: float32 [I, E] on the CPU.
 
-        Args:
-            images: images, each uint8 [rows, columns, 3].
-
-        Returns:
-            float32 [I, E] on the CPU, for I tokens of all images together and width E of the hidden states.
-
-        Source: diffusers `WanImageToVideoPipeline.encode_image`.
+        The tokens of all images are concatenated. Source: diffusers `WanImageToVideoPipeline.encode_image`.
         """
         from PIL import Image
 
@@ -79,14 +72,7 @@ class ImageEncoder:
 
 
 class PipelineEncoders:
-    """Frozen encoders of a pipeline for conditions (`wands.conditions.condition.Encoders`). Each is loaded at its first use.
-
-    Args:
-        model: pipeline folder or Hub id.
-        device: device of the encoders.
-        vae_dtype: dtype of the VAE, "fp32" or "bf16".
-        vae_tiling: whether the VAE encodes large frames in tiles.
-    """
+    """Frozen encoders of a pipeline folder or Hub id for conditions. Each is loaded at its first use."""
 
     def __init__(
         self,
@@ -103,20 +89,18 @@ class PipelineEncoders:
 
     @cached_property
     def vae(self) -> WanVideoEncoder:
-        """The VAE."""
         return WanVideoEncoder.load(self.model, self.device, dtype=self._vae_dtype, tiling=self._vae_tiling)
 
     @cached_property
     def image(self) -> ImageEncoder:
-        """CLIP and its image processor."""
         return ImageEncoder.load(self.model, self.device)
 
 
 class WindowEncoder:
     """Encoder of windows (ranges of frames of a clip) to the arrays of the latent cache, except text embeddings.
 
-    CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the VAE.
-    Running CLIP in a separate pass would read and decode every video file twice.
+    CLIP stays loaded next to the VAE: its 1.3 to 2.5 GB are little compared with the VAE's activations, and a separate pass would
+    decode every video twice.
     """
 
     def __init__(
@@ -125,13 +109,6 @@ class WindowEncoder:
         conditions: Sequence[Condition] = (),
         patch_size: tuple[int, int, int] = (1, 2, 2),
     ) -> None:
-        """Load the encoders that the conditions need.
-
-        Args:
-            encoders: encoders of the pipeline.
-            conditions: conditions of the model, whose arrays are encoded next to the latents.
-            patch_size: latent (frames, rows, columns) of one token.
-        """
         self.encoders = encoders
         self.conditions = conditions
         self.patch_size = patch_size
@@ -145,11 +122,11 @@ class WindowEncoder:
         """Encode windows of equal shape as one batch.
 
         Args:
-            windows: (frames, files) of each window. The frames are uint8 [frames, rows, columns, 3] on the CPU.
-                `WanVideoEncoder.encode` explains the valid sizes. The files are those of `ClipFrames`.
+            windows: (frames, files) of each: uint8 [frames, rows, columns, 3] on the CPU, in a size that `WanVideoEncoder.encode`
+                takes, and files as in `ClipFrames`.
 
         Returns:
-            For each window, the latents and the arrays of the conditions, on the CPU in the dtypes that the cache stores.
+            For each window, the latents and the arrays of the conditions, on the CPU in the dtypes of the cache.
         """
         device = self.encoders.device  # uint8 has a quarter of the bytes of pixels
         pixels = to_pixels(torch.stack([frames.to(device, non_blocking=True) for frames, _ in windows]))

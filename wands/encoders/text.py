@@ -24,17 +24,13 @@ from wands.variants import TEXT_LEN
 
 
 def check_embedding(model: UMT5EncoderModel, label: str) -> None:
-    """Check that the encoder's token embedding `embed_tokens` has the values of the trained token embedding `shared`.
+    """Check that the encoder's token embedding `embed_tokens` has the values of the trained one, `shared`.
 
     transformers releases of late 2025 give the encoder a random embedding, so that every caption becomes noise. Sampled videos
     are then sharp, but ignore the prompt.
 
-    Args:
-        model: loaded encoder.
-        label: name of the model in the error message.
-
     Raises:
-        ConfigError: if the values of `embed_tokens` and `shared` differ.
+        ConfigError: if the values differ. The message names the model by `label`.
     """
     if not torch.equal(model.encoder.embed_tokens.weight, model.shared.weight):
         raise ConfigError(
@@ -46,17 +42,13 @@ def check_embedding(model: UMT5EncoderModel, label: str) -> None:
 class TextEncoder:
     """UMT5 encoder with its tokenizer. It encodes one caption at a time, without padding.
 
-    UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, every bit of an
-    embedding depends only on its caption. Wan's DiT attends to 512 text tokens: the tokens of the caption, then copies of a
-    zero token. The DiT of wands computes the zero token once, and multiplies its attention weight by the number of copies.
+    UMT5 masks padding, so padding would change only cost and rounding. Without it, every bit of an embedding depends only on its
+    caption. Wan's DiT attends to 512 text tokens, zeros after the caption's; wands' DiT computes the zero token once, with a
+    larger weight.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:
-        """Store a tokenizer and an encoder that are already loaded, and freeze the encoder.
-
-        Raises:
-            ConfigError: if the token embedding has random values, because of a faulty transformers release.
-        """
+        """Take a loaded tokenizer and encoder, and freeze the encoder; raise ConfigError, see `check_embedding`."""
         check_embedding(model, "text_encoder")
         self.tokenizer = tokenizer
         self.model = model.eval().requires_grad_(False)
@@ -86,13 +78,9 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, caption: str) -> Tensor:
-        """Clean a caption, tokenize it to at most 512 tokens (end token included), and encode the tokens.
+        """Encode a caption, cleaned and cut to 512 tokens with the end token, to bf16 [L, D] on the CPU, L >= 1.
 
-        Args:
-            caption: any text. An empty text gives the unconditional embedding.
-
-        Returns:
-            bf16 [L, D] on the CPU, for L >= 1 tokens and width D of the encoder.
+        An empty text gives the unconditional embedding.
         """
         options = {"max_length": TEXT_LEN, "truncation": True, "return_tensors": "pt"}
         tokens = self.tokenizer(clean_caption(caption), **options).to(self.model.device)
@@ -106,9 +94,9 @@ def caption_name(caption: str) -> str:
 
 
 class TextSpool:
-    """Reader that looks up the stored text embedding of a caption in write-ahead logs (`wands.data.cache.write_ahead_log`).
+    """Looks up the stored text embeddings of captions in write-ahead logs (`wands.data.cache.write_ahead_log`).
 
-    Only the positions of the embeddings in the logs are in memory, because a million embeddings would need 800 GB.
+    Only the positions of the embeddings are in memory, because a million embeddings would need 800 GB.
     """
 
     def __init__(self, logs: Iterable[Path]) -> None:
@@ -119,10 +107,10 @@ class TextSpool:
         return caption_name(caption) in self._records
 
     def read(self, caption: str) -> Tensor:
-        """Return the stored embedding of a caption, bf16 [text tokens, width of the text encoder].
+        """Return the stored embedding of a caption, bf16 [L, D].
 
         Raises:
             CacheError: if the stored embedding is damaged.
-            KeyError: if the embedding of the caption is not stored. Check this first with `caption in self`.
+            KeyError: if it is not stored. Check this first with `caption in self`.
         """
         return from_bits(self._records[caption_name(caption)].read()[0])

@@ -16,26 +16,17 @@ from wands.encoders.components import check_part, find_part, load_part
 
 TILE = 256
 TILE_STRIDE = 192
-"""Height and width of a tile of the VAE, and distance between the starts of neighboring tiles, in pixels.
-
-Both are the defaults of diffusers. The fingerprint of a cache contains both numbers.
-"""
+"""Tile and distance between tiles, in pixels: diffusers' defaults. The fingerprint of a cache contains them."""
 
 
 class WanVideoEncoder:
-    """Frozen VAE that encodes each clip as a whole.
-
-    The VAE is causal in time: the latents of a frame also depend on earlier frames. If a clip were encoded in several pieces,
-    the latents of a piece would not depend on the frames before the piece.
-    """
+    """Frozen VAE for whole clips. It is causal in time, so pieces of a clip would lack the frames before them."""
 
     def __init__(self, vae: AutoencoderKLWan, *, tiling: bool = False) -> None:
-        """Store a VAE that is already loaded, and freeze it.
+        """Take a loaded VAE, in float32 or, for less memory and time, in bfloat16, and freeze it.
 
-        Args:
-            vae: VAE in float32, or in bfloat16, which needs less memory and time.
-            tiling: encode large frames in overlapping tiles, and blend the latents of the tiles. This needs less
-                memory. However, latents near the edges of tiles then do not depend on the whole frame.
+        `tiling` encodes large frames in overlapping tiles and blends their latents. It needs less memory, but latents near the
+        edges of tiles do not depend on the whole frame.
         """
         self.vae = vae.eval().requires_grad_(False)
         if tiling:
@@ -58,13 +49,7 @@ class WanVideoEncoder:
         dtype: Literal["fp32", "bf16"] = "fp32",
         tiling: bool = False,
     ) -> WanVideoEncoder:
-        """Load the VAE from a pipeline folder or Hub id.
-
-        Args:
-            model: pipeline folder or Hub id.
-            device: device of the VAE.
-            dtype: dtype in which the VAE stores its weights and computes.
-            tiling: encode large frames in overlapping tiles, see `__init__`.
+        """Load the VAE from a pipeline folder or Hub id, with weights and computation in `dtype`. `tiling` is that of `__init__`.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
@@ -82,18 +67,11 @@ class WanVideoEncoder:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels to normalized latents.
+        """Encode pixels to normalized latents, float32 [C, f, h, w] on the CPU: (posterior mean - latents_mean) / latents_std.
 
-        The latents are (posterior mean - latents_mean) / latents_std. latents_mean and latents_std are in the VAE's
-        config.
-
-        Args:
-            pixels: float32 [3, F, H, W] in [-1, 1], for F frames of H rows and W columns, or a batch [N, 3, F, H, W] of
-                N clips. F must be 1 + a multiple of the temporal stride (4). H and W must be multiples of the spatial
-                stride. The function asserts these sizes, because the VAE would silently crop a clip of any other size.
-
-        Returns:
-            float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents. For a batch, [N, C, f, h, w].
+        `pixels` are float32 [3, F, H, W] in [-1, 1], or a batch of N clips in a leading dimension. F must be 1 + a multiple of
+        the temporal stride (4), H and W multiples of the spatial stride. This is asserted, because the VAE would silently crop
+        any other size.
         """
         assert pixels.dtype == torch.float32, f"pixels have dtype {pixels.dtype}, not torch.float32"
         assert pixels.ndim in (4, 5), f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W] or a batch"
@@ -111,14 +89,7 @@ class WanVideoEncoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents to pixels. The result is close to the pixels that `encode` got.
-
-        Args:
-            latents: [C, f, h, w] of any float dtype: channels, frames, rows and columns of normalized latents.
-
-        Returns:
-            float32 [3, frames, rows, columns] in [-1, 1] on the CPU.
-        """
+        """Decode normalized latents [C, f, h, w] of any float dtype to pixels, float32 [3, F, H, W] in [-1, 1] on the CPU."""
         restored = self.denormalize(latents.to(self.vae.device, torch.float32)).to(self.vae.dtype)
         return self.vae.decode(restored[None]).sample[0].float().clamp(-1, 1).cpu()
 

@@ -12,16 +12,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
-    """Switch the LoRA off in a `with` block, in which no gradients are computed.
+    """Switch the LoRA of a DiT or its engine off in a `with` block; raise ValueError if it has none.
 
-    PEFT's own switches also change `requires_grad`, which breaks the engine. Gradients are off, because activation
-    checkpointing would compute the activations again in the backward pass, when the LoRA is on again.
-
-    Args:
-        model: the DiT of a LoRA run, or its engine.
-
-    Raises:
-        ValueError: if the model has no LoRA.
+    PEFT's own switches also change `requires_grad`, which breaks the engine. No gradients are computed, because activation
+    checkpointing would recompute with the LoRA on.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     if not layers:

@@ -1,19 +1,16 @@
 """Activation checkpointing by tensor name.
 
-Each block runs twice: first in the forward pass, then again in the backward pass. `torch.utils.checkpoint` does the same for any
-function. Here, the host has less work for each tensor. Random numbers would differ in the second run, but a block draws none.
-
-Tensors that are kept by name are not computed again in the second run. A kept tensor stays on the device (saved) or in host
-memory (offloaded). A dispatch mode finds these tensors. It makes the host several times slower, so it is only active around the
-linear layers and the self-attention whose results are kept. The tensor names are:
+Each block runs again in the backward pass, as with `torch.utils.checkpoint`, but the host has less work for each tensor. Random
+numbers would differ in the second run, but a block draws none. Tensors that are kept by name are not recomputed: they stay on the
+device (saved) or in host memory (offloaded). A dispatch mode finds them. It makes the host several times slower, so it is only
+active around the linear layers and the self-attention whose results are kept. Names of tensors:
 
 block_input       residual stream before the block; always kept, on the device or in host memory
 query_proj        result of attn1.to_q, before norm and rotation
 key_proj          result of attn1.to_k, before norm and rotation
 value_proj        result of attn1.to_v
 attn_input        q, k and v after the Ulysses all-to-all; does not exist without Ulysses
-attn_output       result and log-sum-exp of the attention kernel or ring; with Ulysses, also the result of the second
-                  all-to-all
+attn_output       result and log-sum-exp of the attention kernel or ring; with Ulysses, also the result of the second all-to-all
 ffn_activation    hidden state of the feed-forward, before the non-linearity
 
 Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -61,24 +58,17 @@ _MATMULS = frozenset(
 
 
 class SelectiveCheckpoint:
-    """Callable that runs a block under activation checkpointing, and keeps the tensors that are selected by name.
+    """Runs blocks under activation checkpointing and keeps the tensors that are selected by name.
 
-    Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again. A block
-    runs its self-attention inside `watch`.
+    A block runs its self-attention inside `watch`. Several models can share an offloader; the backward pass of one model must
+    then end before the forward pass of the next one starts.
 
     Args:
-        blocks: blocks of the model. Their linear layers get hooks, which `close` removes.
+        blocks: their linear layers get hooks, which `close` removes.
         saved: names of tensors that stay on the device.
-        offloaded: names of tensors that are offloaded to host memory.
-        operators: maps a tensor name to the torch operators whose result is this tensor, such as an attention operator.
-            A name in `PROJECTIONS` needs no entry, because hooks find the tensor as the result of a linear layer.
-        offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Several
-            models can share an offloader. The backward pass of one model must then end before the forward pass of the next
-            model starts.
-
-    Attributes:
-        offloader: host memory for offloaded tensors. If no offloader was given, this attribute is None before the
-            first forward pass.
+        offloaded: names of tensors that go to host memory.
+        operators: torch operators whose result is the tensor of a name. Names in `PROJECTIONS` need no entry.
+        offloader: None makes a new offloader in the first forward pass.
     """
 
     def __init__(
@@ -109,13 +99,7 @@ class SelectiveCheckpoint:
             self._hooks.append(linear.register_forward_hook(self._leave_projection, always_call=True))
 
     def __call__(self, block: nn.Module, hidden: Tensor, *shared: Any) -> Tensor:
-        """Run a block under activation checkpointing, and return the block's result.
-
-        Args:
-            block: callable that maps (hidden, *shared) to the new hidden states.
-            hidden: [L, D], input of the block: L tokens of width D.
-            shared: other arguments of the block, the same for all blocks.
-        """
+        """Run a block on `hidden` [L, D] under activation checkpointing, and return its result `block(hidden, *shared)`."""
         take_hidden: Callable[[], Tensor] = lambda: hidden  # noqa: E731
         if self._offloaded:
             self.offloader = self.offloader or ActivationOffloader(hidden.device)
@@ -141,15 +125,10 @@ class SelectiveCheckpoint:
             return block(hidden, *shared)
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Return a context manager for the part of a block that calls the operators in `operators`. Elsewhere, their results are
-        not kept.
-
-        Outside of `__call__`, the context manager does nothing.
-        """
+        """Return a context manager for the part of a block that calls `operators`; outside of `__call__`, it does nothing."""
         return self._run if self._run is not None and self._name_of else nullcontext()
 
     def close(self) -> None:
-        """Remove the hooks from the linear layers of the blocks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -188,12 +167,10 @@ def _take(offloaded: OffloadedTensor, requires_grad: bool) -> Tensor:
 
 
 class _RecomputedTensors:
-    """The tensors that autograd saves while a block runs. Their values are not stored, but computed when the first one is needed.
+    """The tensors that autograd saves while a block runs, computed when the first one is needed.
 
     `pack` and `unpack` are hooks for saved tensors. A tensor that was taken with `unpack` is no longer referenced here.
-
-    Args:
-        run_again: function that runs the block again, on the same input. The block then saves equal tensors in the same order.
+    `run_again` runs the block again on the same input; the block then saves equal tensors in the same order.
     """
 
     def __init__(self, run_again: Callable[[], None]) -> None:
@@ -207,7 +184,7 @@ class _RecomputedTensors:
         return len(self._kinds) - 1
 
     def unpack(self, number: int) -> Tensor:
-        """Return the tensor with this number. If it has no value, the block runs until all values are known."""
+        """Return the tensor with this number. If it has no value, run the block until all values are known."""
         if number not in self._values:
             self._compute()
         return self._values.pop(number)
@@ -254,11 +231,10 @@ class _SavedTensor:
 
 
 class _Run(TorchDispatchMode):
-    """Dispatch mode for one of the two runs of a block under activation checkpointing, active in parts of the run.
+    """Dispatch mode for one of the two runs of a block, active in parts of the run.
 
-    The first run is in the forward pass. For each result to keep, the mode appends (operator, result) to the queue `kept`.
-    The second run is in the backward pass. The mode takes the kept results from the queue, and runs only the operators
-    whose results were not kept.
+    In the first run, (operator, result) of each result to keep goes into the queue `kept`. In the second run, these results come
+    from the queue, and only the other operators run.
     """
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:

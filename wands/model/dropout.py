@@ -1,11 +1,8 @@
 """Dropout whose masks depend only on the sample, the layer, the position of the token or timestep, and the channel.
 
-A row contains the channels of one token or one timestep.
-
-A mask is a hash, not a stream of random numbers. The mask of a sample therefore does not depend on the other packed
-samples, the rank, restarts or the device (CPU or GPU). The mask is also the same when activation checkpointing runs a block
-again in the backward pass. The backward pass of dropout computes the mask again, so that no mask is stored.
-
+A mask is a hash, not a stream of random numbers, so it does not depend on the other packed samples, the rank, restarts or the
+device, and is the same when activation checkpointing runs a block again. The backward pass computes it again; no mask is stored.
+A row holds the channels of one token or timestep. A row key is the hash that identifies the row.
 Letters: N rows, C channels.
 """
 
@@ -25,19 +22,12 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
 class RowKeys(dict[str, Tensor]):
-    """Row keys of one forward pass, from which all dropout layers of a model compute their masks.
-
-    A row is one token or one timestep. A row key is a hash that identifies the row. The class is a dict that maps each kind
-    of row to an int64 tensor with one row key for each row. The kinds are "tokens" (video tokens), "text" (text tokens),
-    "image" (CLIP tokens) and "time" (timesteps).
-    """
+    """Row keys of one forward pass by kind of row: "tokens" (video), "text", "image" (CLIP) and "time" (timesteps)."""
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the row keys of packed samples, and store them as the values of this dict. Earlier values are replaced.
+        """Compute the row keys of packed samples, and replace the earlier ones.
 
-        Args:
-            meta: metadata of the packed samples. Its `dropout_keys` must have one number for each sample.
-            image_len: number of CLIP tokens of each sample, 0 without CLIP.
+        `meta.dropout_keys` must have one number for each sample. `image_len` is the number of CLIP tokens of each sample.
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"
         device = meta.segment_ids.device
@@ -58,15 +48,9 @@ class RowKeys(dict[str, Tensor]):
 
 
 class KeyedDropout(nn.Module):
-    """Dropout layer like `torch.nn.Dropout`, but without random numbers: masks are hashes of row keys and the layer's name.
+    """Dropout layer like `torch.nn.Dropout`, with hashes of row keys and the layer's name as masks.
 
-    A row is one token or one timestep, and a row key is a hash that identifies the row. The mask of a sample does not
-    depend on the other packed samples, the rank, restarts or the device.
-
-    Args:
-        p: dropout probability.
-        name: name of the layer. Layers with different names have independent masks.
-        keys: row keys of the current forward pass. `keys.set` must be called before each forward pass.
+    `keys.set` must be called before each forward pass. Layers with different names have independent masks.
     """
 
     def __init__(self, p: float, name: str, keys: RowKeys) -> None:
@@ -80,8 +64,8 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to x [..., C] in training; in evaluation, return x.
 
-        x has one row of C channels for each token or timestep of the packed samples. If the rows are text tokens, x has one
-        more row at the end, for the padding that all samples share. Nothing in the padding row is dropped.
+        x has one row for each row key. Text has one more row at the end, the padding that all samples share, which is never
+        dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -92,17 +76,15 @@ class KeyedDropout(nn.Module):
 
 
 def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
-    """Replace the dropout layers of a packed DiT, in its blocks and in its LoRA, with `KeyedDropout` layers.
+    """Replace the dropout layers of a packed DiT and of its LoRA with `KeyedDropout` layers.
 
     Args:
-        model: packed DiT, with its LoRA if it has one.
-        p: dropout probability of attention outputs and of the feed-forward's hidden states. 0 does not change the
-            dropout layers of the blocks.
-        lora_p: dropout probability of the LoRA inputs. 0 does not change the dropout layers of the LoRA.
+        model: packed DiT.
+        p: dropout probability of attention outputs and of the feed-forward's hidden states; 0 leaves the layers of the blocks.
+        lora_p: dropout probability of the LoRA inputs; 0 leaves the layers of the LoRA.
 
     Returns:
-        The row keys (hashes of tokens and timesteps) that all new layers share. Call their method `set` before each forward
-        pass.
+        The row keys of all new layers. Call their method `set` before each forward pass.
     """
     keys = RowKeys()
     for name, module in list(model.named_modules()):
@@ -116,12 +98,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return the kind of the rows in a layer's input. A row contains the channels of one token or one timestep.
-
-    The kinds are "tokens" (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time" (timesteps).
-
-    `name` is the name of the layer in the DiT.
-    """
+    """Return the kind of the rows in the input of the layer `name`, see `RowKeys`."""
     if "image_embedder" in name or ".add_k_proj" in name or ".add_v_proj" in name:
         return "image"
     if "text_embedder" in name or ".attn2.to_k" in name or ".attn2.to_v" in name:
@@ -130,7 +107,7 @@ def side_of(name: str) -> str:
 
 
 class _Drop(torch.autograd.Function):
-    """Autograd function for dropout, which applies the same mask to the input and to the gradient."""
+    """Autograd function for dropout: one mask for input and gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
@@ -146,11 +123,7 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
-    """Return a copy of x [..., C] with dropout in the first `len(rows)` rows. Later rows do not change.
-
-    `rows` contains one row key for each row with dropout. A row key is a hash that identifies the row's token or timestep.
-    `salt` is the hash of the layer's name. `p` is the dropout probability.
-    """
+    """Return a copy of x [..., C] with dropout in its first `len(rows)` rows."""
     out = x.clone(memory_format=torch.contiguous_format)
     flat = out.view(-1, x.shape[-1])
     step = max(_CHUNK // x.shape[-1], 1)
@@ -171,17 +144,9 @@ def _threshold(p: float) -> int:
 
 
 def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
-    """Return a mask that is True for the values that dropout keeps, bool [N, C] for N rows and C channels.
+    """Return a mask [N, C] of the values that dropout keeps, from row keys [N] and `salt`, the hash of the layer's name.
 
-    One hash of 32 bits is computed for each row and each pair of adjacent channels, with 16 bits for each channel. A value is
-    dropped if its 16 bits are a number below p * 2**16.
-
-    Args:
-        rows: int64 [N], row keys (hashes that identify the rows).
-        salt: hash of the layer's name.
-        channels: number of channels, C.
-        p: dropout probability.
-
+    Each row and pair of adjacent channels has one hash of 32 bits. A value is dropped if its 16 bits are below p * 2**16.
     Source: Chris Wellons, Hash Prospector, lowbias32 (public domain).
     """
     pairs = torch.arange(-(-channels // 2), device=rows.device)
@@ -194,23 +159,12 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
 
 
 def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the row keys of all rows (tokens or timesteps) of one kind, int64 [number of rows].
-
-    A row key is a hash of the sample's key, the kind of the row, and the position of the row in the sample.
-
-    Args:
-        samples: int64, key of each sample.
-        side: kind of the rows: "tokens", "text", "image" or "time".
-        segment_ids: sample index of each row.
-        positions: position of each row in its sample.
-    """
+    """Return the row keys of one kind: hashes of the sample's key, the kind and the position of the row in its sample."""
     return _mix64(_mix64(samples + _SIDES[side])[segment_ids] + positions)
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 to int64 values.
-
-    splitmix64 is defined for uint64. int64 gives the same bits, even if a product overflows.
+    """Apply the finalizer of splitmix64 to int64 values. It is defined for uint64; int64 gives the same bits, even on overflow.
 
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
     """
@@ -220,7 +174,6 @@ def _mix64(z: Tensor) -> Tensor:
 
 
 def _low_word(z: Tensor) -> Tensor:
-    """Return the lower 32 bits of each int64 value, as int32."""
     return z.view(torch.int32).view(-1, 2)[:, 0]
 
 

@@ -1,13 +1,12 @@
 """Linear layers whose matrix products run in fp8 (e4m3).
 
-Before a product, both factors are cast to e4m3 with one scale per row: a *row* is a vector along the dimension that the
-product sums. A scale is a power of two, the largest with which the row's largest absolute value stays at most 448, so the scale
-itself adds no rounding error and nothing is clipped. A row with an infinite or NaN value gets the scale NaN, and its products
-are NaN.
+Both factors of a product are cast with one scale per row, a vector along the dimension that the product sums. A scale is the
+largest power of two with which the row's absolute values stay at most 448, so it adds no rounding error and nothing is clipped. A
+row with an infinite or NaN value gets the scale NaN, and its products are NaN.
 
-The forward pass and the two products of the backward pass each cast their factors again, because each sums another
-dimension. Between the passes a layer keeps its input in bf16 and a reference to its weight, never a cast or gathered copy:
-ZeRO-3 would otherwise keep the whole model on every rank.
+The two products of the backward pass cast their factors again, because they sum other dimensions. Between the passes a layer
+keeps its input in bf16 and a reference to its weight, never a cast or gathered copy: ZeRO-3 would otherwise keep the whole model
+on every rank.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning". Row-wise scales: torchao's float8 training.
 Letters: T tokens, O out features, I in features.
@@ -38,11 +37,7 @@ _BIAS = 127
 
 
 def power_of_two_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (factor, scale) of rows: codes are value * factor, and values are code * scale.
-
-    Args:
-        largest: fp32, the largest absolute value of each row.
-    """
+    """Return (factor, scale) of rows from their largest absolute values, fp32: code = value * factor, value = code * scale."""
     bits = largest.view(torch.int32)
     exponent = bits >> _MANTISSA_BITS
     mantissa = bits & ((1 << _MANTISSA_BITS) - 1)
@@ -55,21 +50,16 @@ def power_of_two_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast each row of x [R, K] to e4m3.
-
-    Returns:
-        (codes, scale): e4m3 [R, K] and fp32 [R, 1].
-    """
+    """Cast each row of x [R, K] to e4m3; return (codes [R, K], scale fp32 [R, 1])."""
     wide = x.float()
     factor, scale = power_of_two_scales(wide.abs().amax(1, keepdim=True))
     return (wide * factor).clamp_(-LARGEST, LARGEST).to(E4M3).contiguous(), scale
 
 
 def cast_fp8_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast each column of x [K, C] to e4m3. K is padded with zeros to a multiple of 16, for a product that sums over K.
+    """Cast each column of x [K, C] to e4m3; return (codes [C, padded K], scale fp32 [C, 1]).
 
-    Returns:
-        (codes, scale): e4m3 [C, padded K] and fp32 [C, 1].
+    K is padded with zeros to a multiple of 16, for a product that sums over K.
     """
     wide = pad(x.float(), (0, 0, 0, -len(x) % MULTIPLE))
     factor, scale = power_of_two_scales(wide.abs().amax(0, keepdim=True))
@@ -109,18 +99,10 @@ def _multiply(
 def fp8_matmul(
     a: Tensor, b: Tensor, bias: Tensor | None, a_columns: bool, b_columns: bool, compiled: bool
 ) -> Tensor:
-    """Multiply two matrices in fp8: a @ b.T + bias.
+    """Return a @ b.T + bias, multiplied in fp8, bf16 [M, N].
 
-    Args:
-        a: [M, K], or [K, M] if `a_columns` is set.
-        b: [N, K], or [K, N] if `b_columns` is set.
-        bias: bf16 [N], or None.
-        a_columns: whether the product sums over the first dimension of a.
-        b_columns: whether the product sums over the first dimension of b.
-        compiled: whether the casts are compiled. The values are the same.
-
-    Returns:
-        bf16 [M, N].
+    a is [M, K], or [K, M] with `a_columns`; b is [N, K], or [K, N] with `b_columns`; bias is bf16 [N]. `compiled` compiles the
+    casts, with the same values.
     """
     return _multiply(*_cast(a, a_columns, compiled), *_cast(b, b_columns, compiled), bias)
 

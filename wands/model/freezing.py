@@ -11,16 +11,10 @@ from wands.errors import ConfigError
 
 
 def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequence[str]) -> int:
-    """Set `requires_grad` of each parameter: True for trainable parameters, False for frozen parameters.
+    """Set `requires_grad` of each parameter by shell patterns such as `blocks.*.attn1.*`; return the number of trainable tensors.
 
-    Args:
-        model: model, which may be on the meta device.
-        trainable: shell patterns of trainable parameters, such as `blocks.*.attn1.*`. An empty list means all
-            parameters.
-        frozen: shell patterns of frozen parameters. A parameter that matches both lists is frozen.
-
-    Returns:
-        Number of trainable parameter tensors.
+    No pattern in `trainable` means all parameters. A parameter that matches both lists is frozen. The model may be on the meta
+    device.
 
     Raises:
         ConfigError: if a pattern matches no parameter, or no parameter is trainable.
@@ -45,10 +39,6 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
 
 
 def is_trained(name: str, trainable: Sequence[str], frozen: Sequence[str]) -> bool:
-    """Return whether the parameter `name` is trained.
-
-    A parameter that matches a pattern in `frozen` is not trained. Any other parameter is trained if it matches a pattern in
-    `trainable`, or if `trainable` is empty.
-    """
+    """Return whether the parameter `name` is trained, see `freeze_parameters`."""
     is_trainable = not trainable or any(fnmatchcase(name, pattern) for pattern in trainable)
     return is_trainable and not any(fnmatchcase(name, pattern) for pattern in frozen)

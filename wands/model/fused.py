@@ -1,10 +1,8 @@
 """Fused pointwise operations of a transformer block: add, normalize, modulate, rotate and cast.
 
-Each operation is an autograd function with a hand-written backward pass. The forward pass and the
-backward pass each run one custom operator, which `compiled_op` of wands/compiled.py compiles. A compiled operator reads and
-writes memory less often than the plain PyTorch code. The plain code is the reference for the values: `AddNorm` and
-`NormRotate` in transformer.py, and `gated_add` in modulation.py.
-
+Each is an autograd function with a hand-written backward pass; each pass runs one custom operator, which `compiled_op` compiles,
+to read and write memory less often. The plain code is the reference for the values: `AddNorm` and `NormRotate` in transformer.py,
+and `gated_add` in modulation.py.
 Letters: L tokens, M timesteps, C chunks, D width, d head dim.
 """
 
@@ -29,19 +27,17 @@ CHUNK = 256
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return index tables for sums over the tokens of each timestep. All blocks share the cached result.
 
-    The gradients of the modulation (gate, factor and shift, one row per timestep) are sums over the tokens of a timestep.
-    The tokens of each timestep are divided into chunks of at most `CHUNK` tokens. First the tokens of each chunk are summed,
-    then the chunks of each timestep. This order of additions is fixed, unlike the order of `index_add_` on a GPU.
+    The gradients of gate, factor and shift (one row per timestep) are sums over the tokens of a timestep. The tokens of each
+    chunk of at most `CHUNK` are summed first, then the chunks: a fixed order, unlike that of `index_add_` on a GPU.
 
     Args:
-        lens: number of tokens of each of M timesteps; the sum is L.
+        lens: number of tokens of each timestep; the sum is L.
         device: device of the tables.
 
     Returns:
-        (ids, rows, valid, chunks). ids: int64 [L], index of each token's timestep. rows: int64 [C, CHUNK], indices of the tokens
-        of each of C chunks. If a chunk has fewer than CHUNK tokens, its row is filled up with arbitrary token indices. valid:
-        fp32 [C, CHUNK, 1], 1 for an index of a token of the chunk, 0 for an index that only fills up the row. chunks: fp32
-        [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
+        (ids, rows, valid, chunks). ids: int64 [L], timestep of each token. rows: int64 [C, CHUNK], tokens of each chunk, filled
+        up with arbitrary indices. valid: fp32 [C, CHUNK, 1], 0 for such a filler, else 1. chunks: fp32 [M, C, 1], 1 if the chunk
+        belongs to the timestep, else 0.
     """
     spans = [
         (timestep, start, end)
@@ -64,12 +60,7 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
 
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
-    """Sum x over the tokens of each of M timesteps, and return [M, D].
-
-    x is [C, CHUNK, D]: C chunks of CHUNK tokens of width D. A chunk with fewer tokens is filled up with tokens that must not
-    count. `valid` and `chunks` are results of `_timestep_rows`. `valid` is 0 for a token that must not count, and 1 for any
-    other token. `chunks` is 1 if a chunk belongs to a timestep, else 0.
-    """
+    """Sum the chunks x [C, CHUNK, D] over the tokens of each timestep; return [M, D]. See `_timestep_rows` for the tables."""
     return (chunks * (x * valid).sum(1)).sum(1)
 
 
@@ -83,14 +74,10 @@ def add_norm_forward(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add an update to the residual stream and normalize the sum, for the forward pass of `_AddNorm`.
+    """Return (total, normed, mean, rstd) for the forward pass of `_AddNorm`. `ids` is the index of each token's timestep.
 
-    `ids` is the index of each token's timestep. `_AddNorm` describes the other arguments.
-
-    Returns:
-        (total, normed, mean, rstd). total is the sum hidden + update * gate. normed is the modulated layer norm of the sum.
-        mean and 1 / rstd are the mean and the standard deviation of the sum for each token. If `update` is None, total is
-        an empty tensor, and the sum is `hidden`.
+    total = hidden + update * gate, normed = layer_norm(total) * factor + shift. mean and 1 / rstd are the mean and the standard
+    deviation of each token's sum. If `update` is None, the sum is `hidden`, and total is an empty tensor.
     """
     total = hidden
     if update is not None:
@@ -114,26 +101,11 @@ def add_norm_backward(
     needs_gate: bool,
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments (hidden, update, gate, factor, shift) of `add_norm_forward`.
+    """Return the gradients of (hidden, update, gate, factor, shift) of `add_norm_forward`.
 
-    `add_norm_forward` returns total = hidden + update * gate, and normed = layer_norm(total) * factor + shift.
-
-    A gradient that is not computed is an empty tensor. If `update` is None, the gradients of update and gate are not
-    computed. If `needs_gate` is False, the gradient of gate is not computed. If `needs_table` is False, the gradients of
-    factor and shift are not computed.
-
-    Args:
-        dtotal: gradient of `total`; None means 0.
-        dnormed: gradient of `normed`.
-        total: result of `add_norm_forward`, or `hidden` if `update` is None.
-        mean: mean of `total` for each token.
-        rstd: 1 / standard deviation of `total` for each token.
-        update: argument of `add_norm_forward`. If `needs_gate` is False, only the dtype of `update` is used.
-        gate: argument of `add_norm_forward`.
-        factor: argument of `add_norm_forward`.
-        timesteps: tables that assign the tokens to timesteps, the result of `_timestep_rows`.
-        needs_gate: whether to compute the gate's gradient.
-        needs_table: whether to compute the gradients of factor and shift.
+    A gradient that is not computed is an empty tensor: those of update and gate if `update` is None, of gate without
+    `needs_gate`, of factor and shift without `needs_table`. `dtotal` None means 0. `total` is `hidden` if `update` is None.
+    Without `needs_gate`, only the dtype of `update` is used. `timesteps` is the result of `_timestep_rows`.
     """
     ids, rows, *masks = timesteps
     unit = (total - mean) * rstd
@@ -161,11 +133,7 @@ def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor)
 def gated_add_backward(
     dout: Tensor, update: Tensor, gate: Tensor, timesteps: Sequence[Tensor], needs_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the arguments (update, gate) of `gated_add_forward` from the gradient `dout` of its result.
-
-    `timesteps` is the result of `_timestep_rows`: tables that assign the tokens to timesteps. If `needs_gate` is False, the
-    gate's gradient is an empty tensor.
-    """
+    """Return the gradients of (update, gate) of `gated_add_forward`; the gate's is empty without `needs_gate`."""
     ids, rows, *masks = timesteps
     dgate = _sum_timesteps(dout[rows] * update[rows], *masks) if needs_gate else dout.new_empty(0)
     return (dout * gate[ids]).to(update.dtype, copy=True), dgate
@@ -174,16 +142,12 @@ def gated_add_backward(
 def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
+    """Normalize tokens x [L, D] by their root mean square over all heads, and rotate each pair of adjacent channels.
 
-    Args:
-        x: [L, D], L tokens of width D.
-        weight: [D], weight of the RMS norm.
-        rotation: [L, 1, d/2, 2] for head dim d, (cosine, sine) of the angle of each pair of channels; None does not rotate.
-        eps: eps of the RMS norm.
+    `rotation` is [L, 1, d/2, 2], (cosine, sine) of the angle of each pair; None does not rotate.
 
     Returns:
-        (normalized and rotated tokens [L, D], 1 / root mean square of each token [L, 1]).
+        (result [L, D], 1 / root mean square of each token [L, 1]).
     """
     # In fp32, also if x or the weight is bf16.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -194,11 +158,7 @@ def norm_rotate_forward(
 def norm_rotate_backward(
     dout: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, rotation: Tensor | None, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the arguments (x, weight) of `norm_rotate_forward`.
-
-    `dout` is the gradient of the first result of `norm_rotate_forward`, and `rstd` is the second result. If `needs_weight` is
-    False, the weight's gradient is an empty tensor.
-    """
+    """Return the gradients of (x, weight) of `norm_rotate_forward`; the weight's is empty without `needs_weight`."""
     dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
     unit = x.to(rstd.dtype) * rstd
     dx = rstd * (dunit * weight - unit * (dunit * weight * unit).mean(1, keepdim=True))
@@ -207,10 +167,7 @@ def norm_rotate_backward(
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
-    """Rotate pairs of adjacent channels of tokens x [L, D] by the angles in `rotation` (`sign` 1), or back (`sign` -1).
-
-    `rotation` is [L, 1, d/2, 2] for head dim d: (cosine, sine) of each pair's angle. None does not rotate.
-    """
+    """Rotate tokens x [L, D] by the angles in `rotation` (`sign` 1), or back (`sign` -1), see `norm_rotate_forward`."""
     if rotation is None:
         return x
     cos = rotation[..., :1]
@@ -221,11 +178,7 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 
 
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
-    """Return the tensor to save for the backward pass of hidden + update * gate.
-
-    If `needs_gate` is True, return `update`, because the gradient of gate is computed from `update`. Otherwise return an
-    empty tensor with the dtype of `update`. If `update` is None, return None.
-    """
+    """Return what hidden + update * gate saves: `update`, or without `needs_gate` an empty tensor of its dtype."""
     return update if needs_gate or update is None else update.new_empty(0)
 
 
@@ -238,22 +191,10 @@ _NORM_ROTATE_BACKWARD = compiled_op(norm_rotate_backward)
 
 
 class _AddNorm(torch.autograd.Function):
-    """Add an update to the residual stream, and return the sum and the sum's modulated layer norm.
+    """Add an update to the residual stream; return the sum, and the sum's modulated layer norm in `dtype`.
 
-    All tokens of a timestep share one row of gate, factor and shift.
-
-    Args:
-        hidden: fp32 or fp64 [L, D], residual stream: L tokens of width D.
-        update: [L, D]; None adds nothing.
-        gate: [M, D], factor of the update for each of M timesteps; None means 1.
-        factor: [M, D], factor of the normalized tokens.
-        shift: [M, D], added to the normalized tokens.
-        lens: number of tokens of each timestep; the sum is L.
-        eps: eps of the layer norm.
-        dtype: dtype of the normalized tokens.
-
-    Returns:
-        (hidden + update * gate, layer_norm(hidden + update * gate) * factor + shift). The second tensor has `dtype`.
+    hidden is fp32 or fp64 [L, D]. update is [L, D]; None adds nothing. gate, factor and shift are [M, D], with one row for all
+    tokens of a timestep; gate None means 1. `lens` are the numbers of tokens of the timesteps.
     """
 
     @staticmethod
@@ -285,7 +226,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _GatedAdd(torch.autograd.Function):
-    """Autograd function that computes hidden + update * gate, as `wands.model.modulation.gated_add` does."""
+    """Autograd function for hidden + update * gate, as `wands.model.modulation.gated_add`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
@@ -301,17 +242,7 @@ class _GatedAdd(torch.autograd.Function):
 
 
 class _NormRotate(torch.autograd.Function):
-    """Normalize tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
-
-    Args:
-        x: [L, D], L tokens of width D.
-        weight: [D], weight of the RMS norm.
-        rotation: complex [L, 1, d/2] for head dim d, from `wands.model.transformer.rotations_of`. None does not rotate.
-        eps: eps of the RMS norm.
-
-    Returns:
-        [L, D] in the dtype of x.
-    """
+    """Autograd function of `norm_rotate_forward` for a complex rotation [L, 1, d/2]. The result has the dtype of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) -> Tensor:

@@ -39,12 +39,10 @@ _TARGETS = {
 
 
 def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that get a LoRA, as a dict from the name of a layer to the layer.
+    """Return the linear layers of a model without LoRA that get one, by name.
 
-    Args:
-        model: model without a LoRA.
-        targets: "attention": projections of self- and cross-attention. "attention+ffn": also the feed-forward.
-            "all-linear": every linear layer. A list: shell patterns of layer names, such as `blocks.*.attn1.to_q`.
+    `targets` is "attention" (projections of self- and cross-attention), "attention+ffn", "all-linear" (every linear layer), or a
+    list of shell patterns of layer names, such as `blocks.*.attn1.to_q`.
 
     Raises:
         ConfigError: if a pattern matches no linear layer.
@@ -67,20 +65,18 @@ def add_lora(
 ) -> None:
     """Freeze the model and add a trainable LoRA.
 
-    If `start` contains no LoRA for a layer, lora_A has random values from PEFT's uniform distribution, and lora_B is zero.
-    The random values depend only on the seed and the name of the layer, so they are the same for every number of GPUs. With
-    tensor parallelism, the LoRA of a divided layer is divided as the layer is.
+    A layer without a pair in `start` gets lora_B zero and lora_A from PEFT's uniform distribution. The values depend only on the
+    seed and the name of the layer, not on the number of GPUs. With tensor parallelism, the LoRA of a divided layer is divided as
+    the layer is.
 
     Args:
-        model: packed DiT. Its parameters may already be partitioned by ZeRO-3. The new LoRA parameters are not
-            partitioned.
+        model: packed DiT. ZeRO-3 may have partitioned its parameters; the new LoRA parameters are not partitioned.
         lora: rank, alpha and targets.
         seed: `train.seed`.
-        start: maps the name of a layer to its initial lora_A and lora_B.
+        start: initial lora_A and lora_B by layer name.
 
     Raises:
-        ConfigError: if a pattern in `lora.targets` matches no layer. The error is also raised if a layer of `start` is not
-            selected by `lora.targets`, does not fit the model, or has a LoRA rank other than `lora.rank`.
+        ConfigError: see `check_lora`.
     """
     targets = find_targets(model, lora.targets)
     _check_start(targets, lora, start or {})
@@ -113,20 +109,11 @@ def add_lora(
 
 
 def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair] | None = None) -> int:
-    """Check the arguments of `add_lora` without changing the model.
-
-    Args:
-        model: packed DiT, which may be on the meta device.
-        lora: rank, alpha and targets.
-        start: maps the name of a layer to its initial lora_A and lora_B.
-
-    Returns:
-        Number of parameters of the LoRA.
+    """Check the arguments of `add_lora` on a model, which may be on the meta device; return the number of LoRA parameters.
 
     Raises:
-        ConfigError: if `lora.targets` selects no layer or contains a pattern that matches no layer. The error is also raised
-            if a layer of `start` is not selected by `lora.targets`, does not fit the model, or has a LoRA rank other than
-            `lora.rank`.
+        ConfigError: if `lora.targets` selects no layer or has a pattern that matches none, or a layer of `start` is not selected,
+            does not fit the model, or has a rank other than `lora.rank`.
     """
     targets = find_targets(model, lora.targets)
     if not targets:
@@ -138,12 +125,7 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
 
 
 def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraPair]:
-    """Return the LoRA in the weights of a checkpoint, as a dict that maps a layer name to its two LoRA matrices.
-
-    Args:
-        state: maps a parameter name to its value. The function ignores parameters that do not belong to the LoRA.
-        lora: LoRA settings of the run that wrote the checkpoint.
-    """
+    """Return the LoRA in the weights of a checkpoint by layer name. `lora` are the settings of the run that wrote it."""
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
     settings = {"transformer": {"lora_alpha": lora.scaled_alpha}}
     return parse_lora(weights, settings=settings, where="the checkpoint")["transformer"].pairs
@@ -160,14 +142,14 @@ def find_run_loras(
 
     Args:
         path: LoRA file or folder, see `find_lora_files`.
-        key: recipe key that contains the path, for error messages, such as lora.init_from.
+        key: recipe key of the path, for error messages.
         expert: any DiT of the model.
         trained: `model.experts` of the recipe.
         chosen: expert that the recipe names for this LoRA.
 
     Raises:
-        ConfigError: if the file does not exist, does not say for which of two trained experts it is, or is for an expert that is
-            not trained.
+        ConfigError: if the file does not exist, does not say for which of two trained experts it is, or is for an untrained
+            expert.
         CheckpointError: if a file is damaged.
     """
     only = EXPERT_OF.get(trained or "")
@@ -194,13 +176,10 @@ def find_run_loras(
 
 
 def load_start(lora: LoraConfig, expert: Expert, trained: Trained = None) -> dict[str, LoraPair] | None:
-    """Read the file in `lora.init_from`, and return the initial LoRA of one DiT, as a dict by layer name.
-
-    Return None if `lora.init_from` is not set.
+    """Return the initial LoRA of one DiT from `lora.init_from`, by layer name; None if it is not set.
 
     Raises:
-        ConfigError: if the file is for another DiT, or contains full-size (not low-rank) updates of parameters, which a LoRA
-            run cannot train.
+        ConfigError: if the file is for another DiT, or contains full-size updates of parameters, which a LoRA run cannot train.
     """
     if lora.init_from is None:
         return None
@@ -229,13 +208,11 @@ def find_merge_loras(merge: MergeConfig, expert: Expert, trained: Trained) -> li
 
 
 class MergedLoras:
-    """Callable that merges LoRAs into base weights, in float64.
+    """Merges LoRAs into base weights, in float64.
 
-    A merged weight is the base weight plus the sum of scale * update over all LoRAs. The update is
-    alpha / rank * lora_B @ lora_A, or a tensor in the LoRA file that has the shape of the parameter.
-
-    Args:
-        loras: (scale, update) of each LoRA. scale is a factor that the user chose, 1 for the LoRA as it was trained.
+    A merged weight is the base weight plus the sum of scale * update over all LoRAs. The update is alpha / rank * lora_B @
+    lora_A, or a full-size tensor of the LoRA file. `loras` are (scale, update); scale is chosen by the user, 1 for the LoRA as it
+    was trained.
     """
 
     def __init__(self, loras: Sequence[tuple[float, LoraUpdate]]) -> None:
@@ -243,13 +220,7 @@ class MergedLoras:
 
     @classmethod
     def load(cls, merges: Sequence[MergeConfig], expert: Expert, trained: Trained = None) -> MergedLoras:
-        """Read the LoRA files that the recipe lists in `model.merge_loras` for one DiT.
-
-        Args:
-            merges: entries of the recipe.
-            expert: DiT that the LoRAs are merged into.
-            trained: `model.experts` of the recipe.
-        """
+        """Read the LoRA files of `model.merge_loras` for the DiT `expert`. `trained` is `model.experts` of the recipe."""
         loras = []
         for merge in merges:
             files = find_merge_loras(merge, expert, trained)
@@ -261,11 +232,7 @@ class MergedLoras:
         return cls(loras)
 
     def check_fit(self, model: nn.Module) -> None:
-        """Check that every LoRA fits the parameters of a model.
-
-        Raises:
-            ConfigError: if the model lacks a parameter that a LoRA changes, or has a parameter of a different shape.
-        """
+        """Raise ConfigError if the model lacks a parameter that a LoRA changes, or has it in a different shape."""
         for number, (_, update) in enumerate(self._loras, 1):
             if missing := update.find_missing(model, where := f"model.merge_loras, entry {number}"):
                 raise ConfigError(
@@ -274,12 +241,7 @@ class MergedLoras:
                 )
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
-        """Return a parameter with all LoRAs of this object merged into it, in the dtype of `weight`.
-
-        Args:
-            name: name of the parameter.
-            weight: value of the parameter without LoRAs. If no LoRA changes the parameter, this value is returned.
-        """
+        """Return a parameter with all LoRAs merged into it, in the dtype of `weight`; `weight` itself if no LoRA changes it."""
         merged = weight
         for scale, update in self._loras:
             merged = update.merge(name, merged, scale)
@@ -305,10 +267,7 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
 
 
 def _initial_lora_A(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Draw the initial values of lora_A from the distribution of PEFT. `seed` and the layer name `name` determine the values.
-
-    The distribution is Kaiming uniform with a = sqrt(5): uniform between -1/sqrt(in features) and 1/sqrt(in features).
-    """
+    """Draw lora_A from `seed` and the layer name, as PEFT does: Kaiming uniform with a = sqrt(5), within 1/sqrt(in features)."""
     digest = hashlib.blake2b(f"{seed}/{name}/lora_A".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     bound = 1 / math.sqrt(shape[1])

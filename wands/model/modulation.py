@@ -1,10 +1,8 @@
 """Scale, shift and gate packed tokens with a table that has one row per timestep, not one row per token.
 
-The tokens of a timestep are contiguous, so each row of the table applies to a slice of tokens. The backward pass sums
-each slice in a fixed order. The backward pass is therefore deterministic, and the gradient of a sample does not depend on
-the other packed samples. Tokens are saved for the backward pass only if the table needs a gradient. With a LoRA of only
-attention and feed-forward, the table needs no gradient.
-
+The tokens of a timestep are contiguous. The backward pass sums each slice in a fixed order, so it is deterministic, and the
+gradient of a sample does not depend on the other packed samples. Tokens are saved for it only if the table needs a gradient,
+which it does not with a LoRA of attention and feed-forward.
 Letters: L tokens, M timesteps, D width.
 """
 
@@ -18,41 +16,17 @@ from torch import Tensor
 
 
 def modulate(x: Tensor, factor: Tensor, shift: Tensor, lens: Sequence[int]) -> Tensor:
-    """Compute x * factor + shift, where all tokens of a timestep share one row of factor and shift.
-
-    Args:
-        x: [L, D], L tokens of width D.
-        factor: [M, D], one row for each of M timesteps.
-        shift: [M, D], one row for each timestep.
-        lens: number of tokens of each timestep; the sum is L.
-
-    Returns:
-        [L, D] in the widest dtype of the three tensors.
-    """
+    """Return x * factor + shift, [L, D] in the widest dtype. factor and shift are [M, D]; timestep m has `lens[m]` tokens."""
     return _ScaledAdd.apply(shift, x, factor, tuple(lens), True)
 
 
 def gated_add(residual: Tensor, update: Tensor, gate: Tensor, lens: Sequence[int]) -> Tensor:
-    """Compute residual + update * gate, where all tokens of a timestep share one row of the gate.
-
-    Args:
-        residual: [L, D], L tokens of width D.
-        update: [L, D].
-        gate: [M, D], one row for each of M timesteps.
-        lens: number of tokens of each timestep; the sum is L.
-
-    Returns:
-        [L, D] in the widest dtype of the three tensors.
-    """
+    """Return residual + update * gate, [L, D] in the widest dtype. gate is [M, D]; timestep m has `lens[m]` tokens."""
     return _ScaledAdd.apply(residual, update, gate, tuple(lens), False)
 
 
 class _ScaledAdd(torch.autograd.Function):
-    """Autograd function for base + x * factor, where all tokens of a timestep share one row of factor.
-
-    x has one row per token. If `base_per_timestep` is set, base has one row per timestep. Otherwise base has one row
-    per token.
-    """
+    """Autograd function for base + x * factor, where base has one row per timestep (`base_per_timestep`) or per token."""
 
     @staticmethod
     def forward(

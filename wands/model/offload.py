@@ -1,8 +1,8 @@
 """Activation offloading to host memory, with copies that run in parallel with the computation.
 
-A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order.
-When the backward pass uses a tensor of block n, wands starts to copy the tensors of block n - 1 back to the device. The last
-two groups also stay on the device, because the backward pass needs these groups first, before they could be copied back.
+A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order: when it
+uses a tensor of block n, the copies of block n - 1 back to the device start. The last two groups also stay on the device, because
+they are needed before they could be copied back.
 """
 
 from __future__ import annotations
@@ -21,20 +21,14 @@ from torch import Tensor
 from wands.errors import ConfigError
 
 PAGE_BYTES = 1 << 24
-"""Size of a page of host memory in bytes.
+"""Size of a page of host memory. Pinning takes longer than a copy, so sequences of any length reuse pages of one size.
 
-Packed sequences of any length reuse the same pages, because pinning new memory takes longer than a copy. Larger buffers
-would also waste memory: torch rounds the size of a pinned buffer up to a power of two.
-"""
+Larger buffers would waste memory: torch rounds the size of a pinned buffer up to a power of two."""
 _GROUPS_ON_DEVICE = 2
 
 
 class CopyStream:
-    """Stream that runs copies between host and device one after another. This base class is for devices without CUDA: `run`
-    returns after the copy is done.
-
-    The subclass `_CudaCopyStream` runs copies on a CUDA device, in parallel with the computation.
-    """
+    """Stream that runs copies between host and device one after another. This class is for devices without CUDA: `run` blocks."""
 
     def run(self, copy: Callable[[], None]) -> Any:
         """Run a copy after all computation that was submitted before this call. Return an event to pass to `wait`."""
@@ -45,7 +39,7 @@ class CopyStream:
 
 
 class _CudaCopyStream(CopyStream):
-    """CUDA stream for copies, separate from the stream of the computation. The host never waits for a copy."""
+    """CUDA stream for copies. The host never waits for a copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,11 +61,7 @@ def new_copy_stream(device: torch.device) -> CopyStream:
 
 
 def new_page(device: torch.device, num_bytes: int) -> Tensor:
-    """Allocate host memory for copies to and from a device, uint8 [num_bytes]. It is pinned for a CUDA device.
-
-    Raises:
-        RuntimeError: if CUDA cannot pin the memory.
-    """
+    """Allocate host memory, uint8 [num_bytes], pinned for a CUDA device; raise RuntimeError if CUDA cannot pin it."""
     if device.type != "cuda":
         return torch.from_numpy(np.empty(num_bytes, np.uint8))
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -86,11 +76,7 @@ def copy_pages(tensor: Tensor, pages: list[Tensor], to_host: bool = False) -> No
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Detach a tensor from its autograd graph.
-
-    The result and the tensor share memory and one version counter, which counts in-place changes of the memory. A caller
-    can therefore detect that the tensor was changed in place after this call.
-    """
+    """Detach a tensor from its graph. Both share one version counter, so a caller can detect later in-place changes."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -98,17 +84,7 @@ def detached(tensor: Tensor) -> Tensor:
 class ActivationOffloader:
     """Host memory, allocated in pages of equal size, for the activations of one device.
 
-    Args:
-        device: device of the activations.
-        copy_stream: stream that runs the copies. None means a new CUDA stream for a CUDA device, and blocking copies
-            for any other device.
-        page_bytes: size of one page in bytes.
-
-    Attributes:
-        host_bytes: size in bytes of the tensors that are offloaded now.
-        peak_host_bytes: maximum of `host_bytes` so far.
-        reserved_bytes: size in bytes of all pages. For a CUDA device, the pages are pinned. Free pages are reused and
-            never released.
+    `host_bytes` counts the tensors that are offloaded now, `reserved_bytes` all pages. Free pages are reused and never released.
     """
 
     def __init__(
@@ -122,10 +98,7 @@ class ActivationOffloader:
         self._groups: deque[_Group] = deque()
 
     def open_group(self) -> None:
-        """Start a new group. A group is the set of tensors that one block of the model offloads.
-
-        The tensors of a group are copied back to the device together, before the tensors of earlier groups.
-        """
+        """Start a new group. Its tensors are copied back to the device together, before the tensors of earlier groups."""
         previous = weakref.ref(self._groups[-1]) if self._groups else None
         if len(self._groups) == _GROUPS_ON_DEVICE:
             for offloaded in self._groups.popleft():
@@ -133,13 +106,9 @@ class ActivationOffloader:
         self._groups.append(_Group(previous))
 
     def put(self, tensor: Tensor) -> OffloadedTensor:
-        """Start the copy of a tensor to the host. The tensor must not change afterwards.
+        """Start the copy of a tensor to the host, and return a handle whose `take` returns the tensor.
 
-        Args:
-            tensor: tensor of any shape and dtype, on the offloader's device.
-
-        Returns:
-            Handle whose `take` returns the tensor. Deleting the handle frees the host memory of the tensor.
+        The tensor must not change afterwards. Deleting the handle frees the host memory.
         """
         assert self._groups, "call open_group before put"
         with torch.no_grad():
@@ -175,8 +144,7 @@ class ActivationOffloader:
 class _Group:
     """Tensors that one block of the model offloads.
 
-    When the backward pass takes the first tensor of the group, `prefetch` starts to copy the other tensors of the group back to
-    the device. `prefetch` then also starts to copy the group of the previous block.
+    When the backward pass takes the first one, `prefetch` starts the copies of the others, and of the previous block's group.
     """
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:
@@ -187,10 +155,7 @@ class _Group:
         return (offloaded for member in self.members if (offloaded := member()) is not None)
 
     def prefetch(self) -> None:
-        """Start to copy the tensors of this group (offloaded by one block of the model) back to the device.
-
-        Then start the copies of the previous block's group, because the backward pass needs that group next.
-        """
+        """Start the copies of this group back to the device, then those of the previous block's group, which is needed next."""
         previous = self._previous() if self._previous else None
         for offloaded in (*self, *(previous or ())):
             offloaded.prefetch()

@@ -1,9 +1,8 @@
 """Frozen linear layers whose weights are stored as codes.
 
-A quantized weight consists of codes (8-bit or 4-bit numbers) and of scales. Codes and scales are ordinary parameters, so ZeRO-3
-partitions and gathers them. bitsandbytes encodes and decodes int8 and nf4, whose layers decode the weight to compute. A layer
-in fp8 multiplies the codes as they are.
-
+A quantized weight consists of codes (8-bit or 4-bit numbers) and scales. Both are ordinary parameters, so ZeRO-3 partitions and
+gathers them. Layers in int8 and nf4 decode the weight to compute, with bitsandbytes; a layer in fp8 multiplies the codes as they
+are.
 Letters: O out features, I in features.
 """
 
@@ -23,11 +22,7 @@ BLOCK_SIZE = 64  # weights that share a scale in nf4
 
 
 def load_library() -> Any:
-    """Import and return `bitsandbytes.functional`.
-
-    Raises:
-        ConfigError: if bitsandbytes is not installed or cannot be imported.
-    """
+    """Return `bitsandbytes.functional`; raise ConfigError if bitsandbytes cannot be imported."""
     try:
         import bitsandbytes.functional as library
     except (ImportError, OSError, RuntimeError) as error:  # the import loads its kernels
@@ -39,30 +34,19 @@ def load_library() -> Any:
 
 
 class Int8:
-    """Codec that stores a weight as integers from -127 to 127 with one fp32 scale per row.
+    """Codec with integers from -127 to 127 and one fp32 scale per row.
 
     The rounding error of a value is at most 1/254 of the largest absolute value in its row.
     """
 
     @staticmethod
     def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a quantized weight on the default device.
-
-        Returns:
-            (codes, scales): int8 [out_features, in_features] and fp32 [out_features].
-        """
+        """Allocate (codes, scales) on the default device: int8 [O, I] and fp32 [O]."""
         return torch.empty(out_features, in_features, dtype=torch.int8), torch.empty(out_features)
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight to 8-bit codes and scales.
-
-        Args:
-            weight: fp32 [O, I] on the CPU, for O output features and I input features.
-
-        Returns:
-            (codes, scales): int8 [O, I] and fp32 [O].
-        """
+        """Quantize a weight, fp32 [O, I] on the CPU, to (codes, scales): int8 [O, I] and fp32 [O]."""
         return load_library().int8_vectorwise_quant(weight)[:2]
 
     @staticmethod
@@ -72,32 +56,18 @@ class Int8:
 
 
 class NormalFloat4:
-    """Codec that stores a weight as 4-bit codes, two per byte, with one fp32 scale per `BLOCK_SIZE` values.
-
-    Each code selects one of the 16 values of QLoRA's NormalFloat.
-    """
+    """Codec with QLoRA's NormalFloat: 4-bit codes, two per byte, and one fp32 scale per `BLOCK_SIZE` values."""
 
     @staticmethod
     def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a quantized weight on the default device.
-
-        Returns:
-            (codes, scales): uint8 [out_features, in_features / 2], and fp32 [number of values / 64, rounded up].
-        """
+        """Allocate (codes, scales) on the default device: uint8 [O, I / 2] and fp32 [O * I / 64, rounded up]."""
         assert in_features % 2 == 0, f"nf4 needs an even number of in features, not {in_features}"
         num_blocks = -(-out_features * in_features // BLOCK_SIZE)
         return torch.empty(out_features, in_features // 2, dtype=torch.uint8), torch.empty(num_blocks)
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight to 4-bit codes and scales.
-
-        Args:
-            weight: fp32 [O, I] on the CPU, for O output features and I input features.
-
-        Returns:
-            (codes, scales): uint8 [O, I / 2], and fp32 [O * I / 64, rounded up].
-        """
+        """Quantize a weight, fp32 [O, I] on the CPU, to (codes, scales): uint8 [O, I / 2] and fp32 [O * I / 64, rounded up]."""
         codes, state = load_library().quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
         return codes.view(len(weight), -1), state.absmax
 
@@ -114,26 +84,21 @@ class NormalFloat4:
 
 
 class Float8:
-    """Codec that stores a weight in e4m3 with one fp32 scale per row, a power of two.
+    """Codec in e4m3 with one fp32 scale per row, a power of two.
 
     The rounding error of a value is at most 1/16 of the value, or 2**-10 of the scale for the smallest values.
     """
 
     @staticmethod
     def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a quantized weight on the default device.
-
-        Returns:
-            (codes, scales): uint8 [out_features, in_features] and fp32 [out_features].
-        """
+        """Allocate (codes, scales) on the default device: uint8 [O, I] and fp32 [O]."""
         return torch.empty(out_features, in_features, dtype=torch.uint8), torch.empty(out_features)
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight, fp32 [O, I] on the CPU.
+        """Quantize a weight, fp32 [O, I] on the CPU, to (codes, scales): uint8 [O, I] and fp32 [O].
 
-        Returns:
-            (codes, scales): uint8 [O, I] with the bits of e4m3, because communication libraries lack this dtype, and fp32 [O].
+        The codes are the bits of e4m3, in uint8 because communication libraries lack e4m3.
         """
         codes, scales = cast_fp8_rows(weight)
         return codes.view(torch.uint8), scales.flatten()
@@ -149,11 +114,9 @@ CODECS: dict[str, Codec] = {"int8": Int8, "nf4": NormalFloat4, "fp8": Float8}
 
 
 class QuantizedLinear(nn.Linear):
-    """Frozen linear layer that stores a quantized weight as codes (small integers) and scales.
+    """Frozen linear layer with a quantized weight, bit-equal to a linear layer with the decoded weight.
 
-    The result is equal, bit for bit, to the result of a linear layer with the decoded weight. The forward pass and the
-    backward pass each decode the weight. Between the two passes, only the codes and scales are stored. Under ZeRO-3, a
-    rank stores only its partition of the codes and scales between the passes.
+    Both passes decode the weight. Between them, only codes and scales are stored; under ZeRO-3, only the rank's partition.
     """
 
     codec: Codec
@@ -161,10 +124,7 @@ class QuantizedLinear(nn.Linear):
 
     @classmethod
     def convert(cls, linear: nn.Linear, codec: Codec) -> None:
-        """Convert a linear layer on the meta device to a quantized layer, in place.
-
-        The new parameters are on the meta device too. `codec` is the kind of quantization, int8 or nf4.
-        """
+        """Convert a linear layer on the meta device to a quantized layer there, in place."""
         with torch.device("meta"):
             codes, scale = codec.empty(linear.out_features, linear.in_features)
         linear.__class__ = cls
@@ -173,19 +133,12 @@ class QuantizedLinear(nn.Linear):
         linear.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        """Quantize a weight, fp32 [out_features, in_features] on the CPU.
-
-        Returns:
-            Values of the layer's parameters: "weight" (the codes) and "scale".
-        """
+        """Quantize a weight, fp32 [O, I] on the CPU; return the values of the parameters "weight" (the codes) and "scale"."""
         codes, scale = self.codec.encode(weight.contiguous())
         return {"weight": codes, "scale": scale}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to x [..., in_features], and return [..., out_features].
-
-        The dtype of the result is autocast's dtype, or the dtype of x if autocast is off.
-        """
+        """Apply the layer to x [..., I]; return [..., O] in autocast's dtype, or that of x if autocast is off."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
@@ -198,11 +151,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class StoredFp8Linear(QuantizedLinear):
-    """Frozen linear layer that multiplies in fp8, with the codes in which its weight is stored.
-
-    Attributes:
-        compiled: whether the casts of the inputs are compiled.
-    """
+    """Frozen linear layer that multiplies in fp8, with the codes in which its weight is stored."""
 
     compiled = False
 
@@ -215,7 +164,7 @@ class StoredFp8Linear(QuantizedLinear):
 
 
 class _MultiplyDecoded(torch.autograd.Function):
-    """Autograd function that computes x @ decode(codes, scale).T + bias. Only x has a gradient."""
+    """Autograd function for x @ decode(codes, scale).T + bias. Only x has a gradient."""
 
     @staticmethod
     def forward(

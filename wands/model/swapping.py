@@ -1,12 +1,11 @@
 """Frozen weights in host memory, copied to the device block by block while the computation runs.
 
-The frozen weights of a swapped block have no memory on the device. Before the block runs, its weights are in one of two device
-buffers that all swapped blocks share; meanwhile the weights of the next swapped block are copied to the other buffer. The forward
-pass needs the blocks in ascending order. The backward pass runs every swapped block again (activation checkpointing), in
-descending order, and prefetches in this order. Frozen weights do not change, so nothing is copied back.
+The weights of a swapped block have no memory on the device. While a block runs with its weights in one of two shared device
+buffers, those of the next swapped block are copied to the other. The backward pass runs the swapped blocks again, in descending
+order, and prefetches in this order. Nothing is copied back, because the weights do not change.
 
-Without activation checkpointing, autograd would keep views of a buffer whose contents change. `swap_rules` of
-`wands.config.deepspeed_rules` therefore refuses such a run.
+Without activation checkpointing, autograd would keep views of a buffer whose contents change, so `swap_rules` of
+`wands.config.deepspeed_rules` refuses such a run.
 """
 
 from __future__ import annotations
@@ -33,14 +32,9 @@ def spread(num_swapped: int, num_blocks: int) -> list[int]:
 class BlockSwapper:
     """Swaps the frozen weights of blocks between host memory and two buffers on the device.
 
-    The constructor moves the weights to the host. Create it before `deepspeed.initialize`, which copies all weights of a model to
-    the device. The blocks must be alike and run under activation checkpointing.
-
-    Args:
-        blocks: swapped blocks, in the order of the forward pass. Their weights are on the CPU.
-        device: device of the computation.
-        copy_stream: stream of the copies; None makes a new one.
-        page_bytes: size of the pages of host memory.
+    The constructor moves the weights of `blocks`, which are on the CPU and in the order of the forward pass, to the host. Create
+    it before `deepspeed.initialize`, which copies all weights of a model to the device. The blocks must be alike and run under
+    activation checkpointing. `copy_stream` None makes a new stream.
 
     Raises:
         ConfigError: if the host memory cannot be pinned.
@@ -69,12 +63,10 @@ class BlockSwapper:
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host memory in bytes."""
         return sum(page.nbytes for pages in self._pages for page in pages)
 
     @property
     def device_bytes(self) -> int:
-        """Size of the buffers on the device in bytes."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def find(self, weight: Tensor) -> Tensor | None:
@@ -111,7 +103,6 @@ class BlockSwapper:
         return pages
 
     def _view(self, flat: Tensor, index: int) -> Tensor:
-        """Return the weight with an index as a view of a buffer."""
         like = self._like[index]
         start = self._starts[index]
         return flat[start : start + like.nbytes].view(like.dtype).view(like.shape)
@@ -145,12 +136,9 @@ class BlockSwapper:
 
 
 class _Slot:
-    """Buffer on the device for the weights of one block.
+    """Buffer on the device, uint8 [bytes of a block], for the weights of one swapped block.
 
-    Attributes:
-        buffer: uint8 [bytes of a block].
-        number: number of the swapped block whose weights are, or will be, in the buffer.
-        copied: event of the copy.
+    `number` is the block whose weights are, or will be, in the buffer. `copied` is the event of the copy.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

@@ -1,13 +1,11 @@
 """Tensor parallelism: the ranks of a group divide the weights of each transformer block, and process the same tokens.
 
-Each rank has some of the heads of every attention and some of the hidden channels of every feed-forward. The layers before the
-division (q, k, v, and the first layer of the feed-forward) have some of the rows of their weights on each rank. The layers after
-it (o, and the second layer of the feed-forward) have some of the columns, and add up their outputs over the ranks. The RMS
-norms of q and k are over the heads of all ranks: one sum for each token. All other parameters are equal on all ranks, because
-everything outside the divided layers is: inputs of divided layers add up their gradients over the ranks.
+Each rank has some of the heads of every attention and some of the hidden channels of every feed-forward: rows of the weights
+before the division (q, k, v, the first layer of the feed-forward), columns of those after it, whose outputs are added up over the
+ranks. The RMS norms of q and k are over the heads of all ranks. All other parameters are equal on all ranks, because inputs of
+divided layers add up their gradients over the ranks.
 
 Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
-
 Letters: L tokens, D width of the residual stream, T ranks of the group.
 """
 
@@ -40,13 +38,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a parameter that one rank of a tensor-parallel group has: consecutive rows, or consecutive columns.
-
-    Attributes:
-        dim: dimension that is divided: `ROWS` or `COLUMNS`.
-        rank: index of the part.
-        degree: number of parts. All parts have the same size.
-    """
+    """Part `rank` of `degree` equal parts of a parameter: consecutive rows (`dim` is `ROWS`) or columns (`COLUMNS`)."""
 
     dim: int
     rank: int
@@ -84,17 +76,13 @@ def own_part(whole: Tensor, cut: Cut | None) -> Tensor:
 def divided_dim(name: str) -> int | None:
     """Return the dimension in which tensor parallelism divides a parameter, `ROWS` or `COLUMNS`; None if it is not divided.
 
-    Args:
-        name: name of the parameter in a model without LoRA, or name of a layer, a dot, and lora_A.weight or lora_B.weight.
+    `name` is a parameter of a model without LoRA, or a layer's name followed by .lora_A.weight or .lora_B.weight.
     """
     return next((dim for dim, pattern in _NAMES.items() if pattern.fullmatch(name)), None)
 
 
 def divide(model: PackedWanTransformer, group: dist.ProcessGroup) -> None:
-    """Change a model on the meta device, in place, to the part of it that this rank of a tensor-parallel group has.
-
-    The degree must divide the number of heads and the hidden width of the feed-forward.
-    """
+    """Divide a model on the meta device in place. The degree must divide the heads and the hidden width of the feed-forward."""
     for block in model.blocks:
         for attention in (block.attn1, block.attn2):
             attention.heads //= group.size()
@@ -152,10 +140,7 @@ class RowsLinear(nn.Linear):
 
 
 class ColumnsLinear(nn.Linear):
-    """Linear layer with some of the columns of the weight, for some of the in features. The bias is whole on every rank.
-
-    The output is the sum over the ranks of the group.
-    """
+    """Linear layer with some of the columns of the weight, and the whole bias. The output is the sum over the ranks."""
 
     group: dist.ProcessGroup
 
@@ -166,10 +151,7 @@ class ColumnsLinear(nn.Linear):
 
 
 class DividedNormRotate(NormRotate):
-    """`NormRotate` of the heads of this rank, whose root mean square is over the heads of all ranks of the group.
-
-    `model.compile` does not change this module.
-    """
+    """`NormRotate` of this rank's heads, over the heads of all ranks. `model.compile` does not change this module."""
 
     group: dist.ProcessGroup
 

@@ -1,11 +1,10 @@
 """Wan's DiT for packed tokens, with the modules and parameter names of diffusers.
 
-Letters: L tokens of this rank, S samples, M timesteps, P noisy channels of a token, P' conditioning channels of a token, D
-width of the residual stream, T text tokens, I CLIP tokens of a sample's images, H heads.
+Letters: L tokens of this rank, S samples, M timesteps, P noisy channels of a token, P' conditioning channels of a token, D width
+of the residual stream, T text tokens, I CLIP tokens of a sample's images, H heads.
 
-The forward pass calls modules and never reads their weights directly, because ZeRO-3 gathers parameters in module
-hooks. To change the `forward` method of a module, wands therefore replaces the module's class (`__class__`) by a
-subclass. The module and its parameters stay in place.
+The forward pass calls modules and never reads their weights directly, because ZeRO-3 gathers parameters in module hooks. To
+change the `forward` of a module, wands therefore replaces its `__class__` by a subclass.
 """
 
 from __future__ import annotations
@@ -39,12 +38,9 @@ from wands.model.swapping import BlockSwapper, spread
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
-"""Type of a callable that maps (q, k, v, meta) to the attention output.
+"""Maps (q, k, v, meta) to the attention output; q, k, v and the output are [local tokens, heads, head dim].
 
-q, k, v and the output are [local tokens, heads, head dim].
-
-Every token attends to all tokens of its sample, including the tokens on other ranks.
-"""
+Every token attends to all tokens of its sample, including those on other ranks."""
 
 Watch = Callable[[], AbstractContextManager[Any]]
 """Type of `SelectiveCheckpoint.watch`."""
@@ -53,8 +49,8 @@ Watch = Callable[[], AbstractContextManager[Any]]
 class PackedWanTransformer(WanTransformer3DModel):
     """A `WanTransformer3DModel` whose `forward` takes the packed tokens of several samples.
 
-    Under bf16 autocast, matmuls and attention run in bf16. Timesteps, modulation, norms, rotary angles, the residual
-    stream and the head stay in fp32, as in official Wan.
+    Under bf16 autocast, matmuls and attention run in bf16. All else stays in fp32, as in official Wan: timesteps, modulation,
+    norms, rotary angles, residual stream and head.
     """
 
     _no_split_modules = ["PackedWanBlock"]  # noqa: RUF012
@@ -83,23 +79,13 @@ class PackedWanTransformer(WanTransformer3DModel):
             module.__class__ = packed.get(type(module), type(module))
 
     def set_compile(self, enabled: bool) -> None:
-        """Choose how the pointwise parts of the blocks run.
-
-        Args:
-            enabled: True for compiled operators (fused.py), False for plain PyTorch modules.
-        """
+        """Run the pointwise parts of the blocks as compiled operators (fused.py) or as plain PyTorch modules."""
         for module in self.modules():
             if isinstance(module, (PackedWanBlock, AddNorm, NormRotate, Fp8Linear, StoredFp8Linear)):
                 module.compiled = enabled
 
     def set_attention(self, self_attention: SelfAttention, backend: Backend) -> None:
-        """Set the self-attention of all blocks, and the attention kernel of the cross-attention of all blocks.
-
-        Args:
-            self_attention: self-attention of packed tokens, such as the result of
-                `wands.attention.ulysses.context_attention`.
-            backend: attention kernel of the cross-attention.
-        """
+        """Set the self-attention of all blocks, see `context_attention`, and the kernel of their cross-attention."""
         for block in self.blocks:
             block.attn1.set_processor(SelfAttentionProcessor(self_attention))
             block.attn2.set_processor(CrossAttentionProcessor(backend))
@@ -116,16 +102,13 @@ class PackedWanTransformer(WanTransformer3DModel):
         """Set the activation checkpointing of the blocks. `wands.model.checkpointing` lists the names of tensors to keep.
 
         Args:
-            mode: "none": keep all activations. "full": run every block again in the backward pass. "selective": as
-                "full", but keep the tensors in `saved`. "offload": as "selective", and also keep the tensors in
-                `offloaded`, in host memory.
+            mode: "none": keep all activations. "full": run every block again. "selective": as "full", but keep the tensors in
+                `saved`. "offload": as "selective", and keep the tensors in `offloaded` in host memory.
             saved: names of tensors that stay on the device.
-            offloaded: names of tensors that are offloaded to host memory.
-            operators: maps a tensor name to the operators that compute this tensor. An example is
-                `wands.attention.ulysses.OPERATORS`.
-            offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`. None makes a new offloader.
-            num_blocks: `mode` applies to the first `num_blocks` blocks. The other blocks keep all activations. None means
-                all blocks.
+            offloaded: names of tensors that go to host memory.
+            operators: operators that compute the tensor of a name, such as `wands.attention.ulysses.OPERATORS`.
+            offloader: see `SelectiveCheckpoint`; None makes a new one.
+            num_blocks: `mode` applies to the first `num_blocks` blocks, the others keep all activations; None means all.
         """
         assert saved or mode != "selective", "selective checkpointing needs names of tensors to save"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing cannot save {saved}"
@@ -144,11 +127,9 @@ class PackedWanTransformer(WanTransformer3DModel):
         self.enable_gradient_checkpointing(self.selective_checkpoint)
 
     def set_swapping(self, num_blocks: int, device: torch.device) -> None:
-        """Move the frozen weights of blocks to host memory. Call it after `set_checkpointing`, see `BlockSwapper`.
+        """Move the frozen weights of blocks that run again in the backward pass to host memory.
 
-        Args:
-            num_blocks: number of swapped blocks, at most the number of blocks that run again in the backward pass.
-            device: device of the computation.
+        Call it after `set_checkpointing`.
         """
         num_recomputed = min(self.num_recomputed, len(self.blocks)) if self.gradient_checkpointing else 0
         assert num_blocks <= num_recomputed, "swapped blocks must run under activation checkpointing"
@@ -156,12 +137,10 @@ class PackedWanTransformer(WanTransformer3DModel):
         self.swapper = BlockSwapper([self.blocks[number] for number in numbers], device)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
-        """Set dropout for training. After this call, `forward` needs `meta.dropout_keys` in training.
+        """Set dropout for training. Afterwards, `forward` needs `meta.dropout_keys` in training.
 
-        Args:
-            p: dropout probability of attention outputs and of the feed-forward's hidden states, where diffusers' blocks have
-                dropout layers.
-            lora_p: dropout probability of the LoRA inputs. The LoRA must exist already.
+        `p` is the probability for attention outputs and the feed-forward's hidden states, as in diffusers; `lora_p` that for the
+        LoRA inputs. The LoRA must exist already.
         """
         self.row_keys = add_dropout(self, p, lora_p)
 
@@ -173,21 +152,15 @@ class PackedWanTransformer(WanTransformer3DModel):
         text_embeds: Tensor,
         image_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Predict the velocity of every token.
+        """Predict the velocity of every token, [L, P] in the dtype of the residual stream.
 
         Args:
-            tokens: [L, P + P'], for L tokens of P noisy channels and P' conditioning channels. The first P channels are
-                the noisy channels of the token's patch in the order (latent channel, frame, row, column). The P'
-                conditioning channels follow; P' is 0 for models without conditioning channels.
+            tokens: [L, P + P']: the noisy channels of the token's patch in the order (latent channel, frame, row, column), then
+                the conditioning channels.
             meta: position and sample of each token, and the number of tokens of each sample and timestep.
-            timesteps: fp32 [M] for M timesteps, 1000 * sigma. There is one timestep for each entry of
-                `meta.timestep_lens`, or one for each sample if `meta.timestep_lens` is empty.
+            timesteps: fp32 [M], 1000 * sigma, for each entry of `meta.timestep_lens`, or for each sample if that is empty.
             text_embeds: [sum of meta.text_lens, text_dim], without padding.
-            image_embeds: [S, I, image_dim], CLIP hidden states: S samples, I CLIP tokens. None for a model without
-                CLIP.
-
-        Returns:
-            [L, P] in the dtype of the residual stream, in the order of the noisy channels in `tokens`.
+            image_embeds: [S, I, image_dim], CLIP hidden states; None for a model without CLIP.
         """
         assert timesteps.dtype == torch.float32, (
             f"timesteps must be fp32, not {timesteps.dtype}: bf16 represents only 294 of 1000 timesteps"
@@ -224,28 +197,17 @@ class PackedWanTransformer(WanTransformer3DModel):
         return prediction.unflatten(1, (-1, channels)).mT.flatten(1)
 
     def _embed_timesteps(self, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed M timesteps.
-
-        Returns:
-            (embedding, table). The embedding is [M, D] for width D. The table is [M, 6, D], the modulation of the
-            blocks.
-        """
+        """Embed timesteps; return (embedding [M, D], modulation table of the blocks [M, 6, D])."""
         embedder = self.condition_embedder
         temb = embedder.time_embedder(embedder.timesteps_proj(timesteps))
         return temb, embedder.time_proj(embedder.act_fn(temb)).unflatten(1, (6, -1))
 
     def _embed_text(self, text_embeds: Tensor) -> Tensor:
-        """Embed text tokens [T, text_dim] and one zero token; return [T + 1, width].
-
-        The last row is the embedding of the zero padding that all samples share.
-        """
+        """Embed text tokens [T, text_dim]; return [T + 1, D]. The last row is the zero padding that all samples share."""
         return self.condition_embedder.text_embedder(F.pad(text_embeds, (0, 0, 0, 1)))
 
     def _embed_image(self, image_embeds: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Embed CLIP hidden states [samples, CLIP tokens, image_dim]; return [samples * CLIP tokens, width].
-
-        Return None for a model without CLIP.
-        """
+        """Embed CLIP hidden states [S, I, image_dim]; return [S * I, D], or None for a model without CLIP."""
         embedder = self.condition_embedder.image_embedder
         assert (embedder is None) == (image_embeds is None), (
             "models with CLIP, and only these, need image_embeds"
@@ -265,15 +227,11 @@ class PackedWanTransformer(WanTransformer3DModel):
 
 @dataclass(frozen=True)
 class CrossSegments:
-    """Segments of the cross-attention. All blocks use the same segments.
-
-    A segment contains the queries and the keys of one sample. The queries are the sample's video tokens, and attend only to
-    the keys in their segment.
+    """Segments of the cross-attention, the same in all blocks. A sample's video tokens attend only to the keys of their segment.
 
     Attributes:
-        text: one segment for each sample. The keys are the sample's padded text tokens.
-        image: one segment for each sample. The keys are the CLIP tokens of the sample's images. None for a model without
-            CLIP.
+        text: one segment for each sample. The keys are its padded text tokens.
+        image: one segment for each sample. The keys are its CLIP tokens. None for a model without CLIP.
     """
 
     text: PaddedSegments
@@ -297,22 +255,18 @@ class PackedWanBlock(WanTransformerBlock):
         compute_dtype: torch.dtype,
         watch: Watch = nullcontext,
     ) -> Tensor:
-        """Run self-attention, cross-attention and the feed-forward.
+        """Run self-attention, cross-attention and the feed-forward, and return the new residual stream [L, D].
 
         Args:
-            hidden: [L, D], residual stream: L tokens of width D.
-            text: [T + 1, D], embeddings of the T text tokens of all samples. The last row is the embedding of the padding, which
-                all samples share.
-            image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
-            table: [M, 6, D], modulation for each of M timesteps.
+            hidden: [L, D], residual stream.
+            text: [T + 1, D], text embeddings; the last row is the padding, which all samples share.
+            image: [S * I, D], image embeddings; None without CLIP.
+            table: [M, 6, D], modulation.
             rotation: complex [L, 1, head dim / 2], rotary embedding.
             meta: position and sample of each token, and the number of tokens of each sample.
             cross_segments: for each sample, the rows of `text` and `image` to which its tokens attend.
             compute_dtype: dtype of matmuls and attention.
             watch: returns the context manager in which self-attention runs.
-
-        Returns:
-            [L, D], the new residual stream.
         """
         lens = meta.padded_timestep_lens
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
@@ -339,18 +293,10 @@ class AddNorm(FP32LayerNorm):
         lens: tuple[int, ...],
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Add an update to the residual stream, and return the sum and the sum's modulated layer norm.
+        """Add an update to the residual stream [L, D]; return the sum, and its modulated layer norm in `dtype`.
 
-        Args:
-            hidden: [L, D], residual stream: L tokens of width D.
-            update: [L, D]; None adds nothing.
-            gate: [M, D], factor of the update for each of M timesteps; None means 1.
-            table: (factor, shift), each [M, D]. None means this module's weight and bias.
-            lens: number of tokens of each timestep.
-            dtype: dtype of the normalized tokens.
-
-        Returns:
-            (residual stream with the update, modulated layer norm of this residual stream).
+        `update` None adds nothing. `gate` [M, D] None means 1. `table` is (factor, shift), each [M, D]; None means this module's
+        weight and bias.
         """
         if self.compiled:
             factor, shift = table or (x.expand(len(lens), -1) for x in (self.weight, self.bias))
@@ -367,12 +313,7 @@ class NormRotate(nn.RMSNorm):
     compiled = False
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Normalize x [tokens, width] in at least fp32, rotate it, and return it in the dtype of x.
-
-        Args:
-            x: [L, D], L tokens of width D.
-            rotation: complex [L, 1, head dim / 2], rotary embedding; None does not rotate.
-        """
+        """Normalize x [L, D] in at least fp32, rotate it by `rotation` if given, and return it in the dtype of x."""
         if self.compiled:
             return fused.norm_rotate(x, self.weight, rotation, self.eps)
         normed = super().forward(x.to(torch.promote_types(x.dtype, torch.float32)))
@@ -397,11 +338,7 @@ class SelfAttentionProcessor:
         meta: PackedMeta,
         watch: Watch = nullcontext,
     ) -> Tensor:
-        """Run self-attention on hidden states [tokens of this rank, width], and return a tensor of the same shape.
-
-        `rotation` is the rotary embedding of the tokens. `meta` states which tokens belong to which sample. `watch` returns the
-        context manager in which the given function runs.
-        """
+        """Run self-attention on this rank's hidden states [L, D]; return [L, D]. The attention function runs in `watch()`."""
         q = _heads(attn, attn.norm_q(attn.to_q(hidden_states), rotation))
         k = _heads(attn, attn.norm_k(attn.to_k(hidden_states), rotation))
         v = _heads(attn, attn.to_v(hidden_states))
@@ -413,9 +350,8 @@ class SelfAttentionProcessor:
 class CrossAttentionProcessor:
     """Attention processor for cross-attention to images and to text. The text is zero-padded to 512 tokens.
 
-    Video tokens also attend to the padding, as in official Wan. All padding tokens of the text are equal, so they are
-    computed as one key with a larger weight. Images have separate keys and values. The results of text attention and image
-    attention are added.
+    Video tokens also attend to the padding, as in official Wan: equal tokens, therefore one key with a larger weight. Images have
+    separate keys and values; both results are added.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -430,20 +366,7 @@ class CrossAttentionProcessor:
         image: Tensor | None,
         cross_segments: CrossSegments,
     ) -> Tensor:
-        """Run cross-attention to the text and, if there are images, to the images.
-
-        Args:
-            attn: attention module of the block.
-            hidden_states: [L, D], L video tokens of width D.
-            encoder_hidden_states: [T + 1, D], embeddings of the T text tokens of all samples. The last row is the
-                embedding of the zero padding that all samples share.
-            _: attention mask and rotary embedding of diffusers, not used.
-            image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
-            cross_segments: for each sample, which rows are its video tokens, text tokens and CLIP tokens.
-
-        Returns:
-            [L, D].
-        """
+        """Run cross-attention of `hidden_states` [L, D] to text [T + 1, D], padding last, and to images [S * I, D]."""
         q = _heads(attn, attn.norm_q(attn.to_q(hidden_states)))
         k = _heads(attn, attn.norm_k(attn.to_k(encoder_hidden_states)))
         v = _heads(attn, attn.to_v(encoder_hidden_states))
@@ -459,10 +382,9 @@ class CrossAttentionProcessor:
 
 
 class Fp32Linear(nn.Linear):
-    """A linear layer that computes in fp32 under autocast.
+    """Linear layer that computes in fp32 under autocast.
 
-    DeepSpeed's torch_autocast reduces gradients and gathers weights in bf16 for layers of the class `nn.Linear`, but
-    not for layers of this class.
+    DeepSpeed's torch_autocast reduces gradients and gathers weights in bf16 for `nn.Linear`, but not for this class.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -472,10 +394,7 @@ class Fp32Linear(nn.Linear):
 
 
 class PatchLinear(nn.Conv3d):
-    """Patch embedding whose input is tokens (flattened patches of latents, from `wands.patches`) instead of a video.
-
-    A convolution whose kernel size equals its stride is a linear layer on patches.
-    """
+    """Patch embedding of tokens: a convolution whose kernel size equals its stride is a linear layer on patches."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens [number of tokens, channels of a token], and return [number of tokens, width]."""
@@ -483,15 +402,9 @@ class PatchLinear(nn.Conv3d):
 
 
 def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
-    """Return the rotation of each pair of channels for each token, as complex numbers with absolute value 1.
+    """Return the rotation of each pair of channels, complex [L, 1, d/2], for `positions`, int64 [L, 3]: (frame, row, column).
 
-    Args:
-        rope: the model's table of angles. The first channels are for the frame, the next channels for the row, and the
-            last channels for the column.
-        positions: int64 [L, 3], (frame, row, column) of each of L tokens.
-
-    Returns:
-        complex [L, 1, d/2] for head dim d, to pass to `rotate`.
+    The first channels are for the frame, the next for the row, the last for the column.
     """
     widths = [rope.t_dim, rope.h_dim, rope.w_dim]
 
@@ -504,30 +417,17 @@ def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate each pair of adjacent channels by the angles of the token.
-
-    Args:
-        x: fp32 or fp64 [L, H, d], for L tokens, H heads and head dim d.
-        rotation: complex [L, 1, d/2], from `rotations_of`.
-
-    Returns:
-        [L, H, d].
-    """
+    """Rotate each pair of adjacent channels of x, fp32 or fp64 [L, H, d], by `rotation` from `rotations_of`."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2)
 
 
 def _stock_float(x: Tensor) -> Tensor:
-    """Cast float64 to float32. Return other dtypes unchanged.
-
-    `PackedWanTransformer` calls this function wherever diffusers' `WanTransformer3DModel` casts to float32. In tests with
-    float64, the two models therefore give equal results.
-    """
+    """Cast float64 to float32 where diffusers' model casts to it, so that tests in float64 give equal results."""
     return x.float() if x.dtype == torch.float64 else x
 
 
 def _heads(attn: WanAttention, x: Tensor) -> Tensor:
-    """Reshape x [tokens, width] to [tokens, heads, head dim]."""
     return x.unflatten(-1, (attn.heads, -1))
 
 

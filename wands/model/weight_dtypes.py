@@ -20,12 +20,11 @@ class WeightDtypePolicy:
     """Dtypes in which a DiT stores its weights, and in which the linear layers of its blocks multiply.
 
     Attributes:
-        weights: dtype of the weights that are not quantized. "fp32": all in fp32. "bf16": the linear layers and the patch
-            embedding in bf16. Autocast rounds the weights of these layers to bf16 before the matmul anyway. Time
-            embedding, modulation, norms and head compute in fp32 and stay in fp32.
-        quantize: "none", or the name of a codec of `CODECS` for the linear layers of the blocks. These layers must be frozen.
-        linears: "bf16", or "fp8": the linear layers of the blocks that are not quantized multiply in fp8.
-        fp8_grad_weight: dtype of the product that computes the gradient of a weight in these layers, "fp8" or "bf16".
+        weights: dtype of the weights that are not quantized. "bf16" is for the linear layers and the patch embedding, whose
+            weights autocast rounds to bf16 anyway; time embedding, modulation, norms and head compute and stay in fp32.
+        quantize: "none", or a codec of `CODECS` for the linear layers of the blocks, which must be frozen.
+        linears: "bf16", or "fp8" for the linear layers of the blocks that are not quantized.
+        fp8_grad_weight: dtype of the product for the gradient of a weight in these layers, "fp8" or "bf16".
     """
 
     weights: str = "fp32"
@@ -44,11 +43,7 @@ class WeightDtypePolicy:
         )
 
     def apply(self, model: nn.Module) -> None:
-        """Convert a DiT on the meta device to the policy, in place.
-
-        Raises:
-            ConfigError: if a layer that would multiply in fp8 has a dimension that 16 does not divide.
-        """
+        """Convert a DiT on the meta device in place; raise ConfigError if 16 does not divide a dimension of an fp8 layer."""
         if self.weights == "bf16":
             for module in model.modules():
                 if type(module) in (nn.Linear, PatchLinear):  # subclasses compute in fp32

@@ -1,10 +1,8 @@
 """Checks of a DiT that compare two computations on the same samples.
 
-One kind of check compares two models. The stock DiT of diffusers runs the samples one by one, and is then deleted. wands'
-DiT (`PackedWanTransformer`) runs a training step on a bin (packed sequence) of the same samples.
-
-The second kind of check runs wands' DiT twice on the same bin: the bin is divided among all ranks in one run, and is
-processed by each rank alone in the other run.
+One kind compares two models: diffusers' stock DiT, which runs the samples one by one and is then deleted, and wands' DiT, which
+runs a training step on a bin of the same samples. The other kind runs wands' DiT twice on the same bin, divided among all ranks
+and on each rank alone.
 
 The letter P in shapes is the number of channels of a token.
 """
@@ -53,14 +51,10 @@ OUTPUT_BOUND = 1e-4
 GRADIENT_BOUND = 1e-3
 """Largest relative errors of the velocity and of the gradients in fp32.
 
-Correct code adds the same numbers in a different order, in the forward and backward pass of 40 blocks. The errors from
-this order are below these bounds. A mistake in the code gives a relative error of 1e-2 or more.
-"""
+Correct code adds the same numbers in a different order, through 40 blocks, which gives errors below these bounds. A mistake gives
+1e-2 or more."""
 BF16_FACTOR = 1.5
-"""Largest ratio of the tested computation's error to the reference computation's error, if both use bf16.
-
-Each error is the relative difference from the reference computation in fp32.
-"""
+"""Largest ratio of the tested computation's error in bf16 to the reference's, each relative to the reference in fp32."""
 PARAMETERS = (
     "patch_embedding.weight",
     "condition_embedder.text_embedder.linear_1.weight",
@@ -79,23 +73,19 @@ PARAMETERS = (
 Answer = dict[str, Tensor]
 """Result of one computation, as fp32 tensors on the host.
 
-It maps "sample 0", "sample 1", ... to the velocity [tokens, P] of the sample, for P channels of a token. It also maps
-parameter names to gradients, for those names in `PARAMETERS` that exist in the model.
-"""
+It maps "sample 0", "sample 1", ... to velocities [tokens, P], and the names of the model's parameters in `PARAMETERS` to
+gradients."""
 
 
 class Comparison(NamedTuple):
     """Results of a tested computation and of a reference computation.
 
-    An answer is a dict with the velocity of each sample and the gradients of some parameters (see `Answer`).
-
     Attributes:
-        tested: answer of the tested computation, in fp32 or bf16.
-        expected: answer of the reference computation, in fp32.
-        rounded: answer of the reference computation in the dtype of the tested computation. In bf16, the difference
-            between `rounded` and `expected` is the error of rounding. In fp32, `rounded` and `expected` are the same
-            dict.
-        origin: name of the reference computation, for the report.
+        tested: answer in fp32 or bf16.
+        expected: answer of the reference in fp32.
+        rounded: answer of the reference in the dtype of `tested`, so that its difference from `expected` is the rounding error.
+            In fp32, it is the same dict as `expected`.
+        origin: name of the reference, for the report.
     """
 
     tested: Answer
@@ -105,14 +95,7 @@ class Comparison(NamedTuple):
 
 
 def check_output(found: Comparison) -> Result:
-    """Compare the velocity that the tested model predicts for each sample with the velocity of the reference model.
-
-    Args:
-        found: results of the tested model and of the reference model.
-
-    Raises:
-        Skipped: if the head (output layer) of the model is zero, so that every velocity is zero.
-    """
+    """Compare the velocity of each sample with that of the reference; raise Skipped if a zero head makes every velocity zero."""
     names = found.expected.keys() - set(PARAMETERS)
     if not any(found.expected[name].any() for name in names):
         raise Skipped("the head of this untrained model is zero, so every output is zero")
@@ -120,11 +103,7 @@ def check_output(found: Comparison) -> Result:
 
 
 def check_gradients(found: Comparison) -> Result:
-    """Compare the gradient of each parameter in `PARAMETERS` with the gradient of the reference model.
-
-    Args:
-        found: results of the tested model and of the reference model.
-    """
+    """Compare the gradient of each parameter in `PARAMETERS` with that of the reference."""
     return _judge(found, found.expected.keys() & set(PARAMETERS), GRADIENT_BOUND)
 
 
@@ -142,18 +121,12 @@ def _judge(found: Comparison, names: Collection[str], bound: float) -> Result:
 
 
 class PackedSamples:
-    """Samples of different lengths with random latents, text and images, packed into one bin (packed sequence).
-
-    The code that packs the samples is also used in training. All ranks draw the same samples.
-    """
+    """Random samples of different lengths, the same on all ranks, packed into one bin by the code of the training."""
 
     def __init__(self, setup: Setup, i2v_ratio: float = 0.0) -> None:
-        """Draw the samples and pack them into one bin (packed sequence).
+        """Draw the samples at noise levels of the tested DiT and pack them.
 
-        Args:
-            setup: the model, the DiT that is tested, and the settings of the checks. Noise levels are
-                drawn from the range on which this DiT is trained.
-            i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
+        `i2v_ratio` of them have a given first frame, for TI2V.
         """
         self.setup = setup
         self.shape = setup.variant.dit
@@ -179,16 +152,12 @@ class PackedSamples:
     def run_packed(
         self, model: PackedWanTransformer, dtype: torch.dtype, layout: ContextLayout | None = None
     ) -> Answer:
-        """Run the forward pass and the backward pass on the bin (packed sequence), as in a training step.
+        """Run the forward and backward pass on the bin, as in a training step; return velocities and gradients of the whole bin.
 
         Args:
-            model: wands' model, whose attention function was set with `set_attention`.
-            dtype: dtype of the computation, fp32 or bf16 under autocast.
-            layout: None runs the whole bin in this process. If all ranks share the bin, `layout` selects the tokens that this
-                rank processes, and all ranks must call this method.
-
-        Returns:
-            Velocities and gradients of the whole bin. If all ranks share the bin, every rank returns equal values.
+            model: model with its attention function.
+            dtype: fp32, or bf16 under autocast.
+            layout: tokens of this rank if all ranks share the bin. All ranks must then call this method, and get equal values.
         """
         device = self.setup.device
         mine = layout or self.whole
@@ -210,16 +179,7 @@ class PackedSamples:
         return {name: tensor.cpu() for name, tensor in answer.items()}
 
     def run_stock(self, model: WanTransformer3DModel) -> Answer:
-        """Run the forward pass and the backward pass of the stock model on each sample separately.
-
-        The model is called in the same way as in diffusers' pipelines.
-
-        Args:
-            model: model of diffusers.
-
-        Returns:
-            Velocities of the samples and gradients of the model.
-        """
+        """Run the forward and backward pass of the stock model on each sample, called as in diffusers' pipelines."""
         batch = self.batch
         device = self.setup.device
         patch = self.shape.patch_size
@@ -259,14 +219,7 @@ class PackedSamples:
 
 
 def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
-    """Return a dict that maps "sample 0", "sample 1", ... to velocities, and names of trained parameters to gradients.
-
-    The gradients are removed from the model.
-
-    Args:
-        velocities: velocity [tokens, channels per token] of each sample.
-        model: model after the backward pass.
-    """
+    """Return velocities [tokens, P] and gradients after the backward pass, and remove the gradients from the model."""
     answer = {f"sample {i}": velocity for i, velocity in enumerate(velocities)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -277,13 +230,9 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
 
 
 def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
-    """Run the same samples through the computation of a training step and through stock diffusers, and return both results.
+    """Run the same samples through a training step and through stock diffusers. `i2v_ratio` is that of `PackedSamples`.
 
     The stock model is deleted before wands' model is loaded, so that only one model is in memory at a time.
-
-    Args:
-        setup: the model, the DiT that is tested, and the settings of the checks.
-        i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
     """
     bin = PackedSamples(setup, i2v_ratio)
     subfolder = setup.expert.subfolder
@@ -305,11 +254,7 @@ def compare_with_first_frame(setup: Setup) -> Comparison:
 
 
 def compare_to_one_process(setup: Setup) -> Comparison:
-    """Run the same bin (packed sequence) twice: shared by all ranks, and as a whole on each rank alone.
-
-    Returns:
-        The velocities and gradients of both runs. In the `Comparison`, `tested` is from the shared bin. `expected` and
-        `rounded` are from the whole bin.
+    """Run the same bin shared by all ranks (`tested`), and as a whole on each rank alone (`expected` and `rounded`).
 
     Raises:
         ConfigError: if the device differs from DeepSpeed's device, or the model cannot be split across the ranks.
@@ -343,8 +288,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load wands' model with fp32 weights, as in a training run, for a computation in `dtype`.
 
-    In bf16 on a GPU, the attention kernel is the first kernel in the list `FLASH_BACKENDS` that can run and gives correct
-    results. A training run may use another kernel, because it chooses the fastest kernel.
+    In bf16 on a GPU, the attention kernel is the first in `FLASH_BACKENDS` that can run and gives correct results. A training run
+    chooses the fastest instead.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)
@@ -365,10 +310,7 @@ def _choose_trained(model: torch.nn.Module) -> None:
 
 
 def check_names(setup: Setup) -> Result:
-    """Convert the DiT's parameter names from diffusers' names to official Wan's names and back, and compare the names.
-
-    The check passes if every parameter name is unchanged after both conversions.
-    """
+    """Check that every parameter name is unchanged after the conversion to official Wan's names and back."""
     names = [name for name, _ in build_empty(load_config(setup.folder, key="--model")).named_parameters()]
     try:
         official = rename_all(names, DIT.to_official, "diffusers")

@@ -27,8 +27,7 @@ MEAN_BAND = 0.5
 STD_BAND = (0.3, 1.6)
 """Largest absolute mean, and range of the standard deviation, of the normalized latents of an ordinary clip.
 
-Without normalization, the latents of Wan 2.1 would have a standard deviation of about 2.2.
-"""
+Without normalization, the standard deviation would be about 2.2 in Wan 2.1."""
 PSNR_FLOOR = 15.0
 CAPTIONS = (
     "",
@@ -43,18 +42,11 @@ class VaePart:
 
     Attributes:
         pixels: pixels of the clip as the stock pipeline prepares them, fp32 [3, frames, height, width].
-        latents: normalized latents of the clip as the stock pipeline computes them.
+        latents: normalized latents as the stock pipeline computes them.
     """
 
     def __init__(self, setup: Setup) -> None:
-        """Load the VAE, and let the stock pipeline encode the clip.
-
-        Args:
-            setup: setup of `wands selftest`, with the model's folder and the frames of the clip.
-
-        Raises:
-            ConfigError: if the VAE is missing or cannot be loaded.
-        """
+        """Load the VAE, and let the stock pipeline encode the clip; raise ConfigError if the VAE cannot be loaded."""
         self.setup = setup
         self.encoder = WanVideoEncoder.load(setup.folder, setup.device)
         self.has_last = setup.has("last_image")
@@ -67,10 +59,7 @@ class VaePart:
         self.latents: Tensor = latents[0].cpu()
 
     def stock_condition(self) -> Tensor:
-        """Return the image condition that diffusers' stock pipeline computes from the first frame of the clip.
-
-        If the model takes a last image, the pipeline also gets the last frame of the clip.
-        """
+        """Return the stock pipeline's image condition for the first frame and, if the model takes it, the last."""
         expand_timesteps = self.setup.has("first_frame")
         device = self.setup.device
         pipeline = WanImageToVideoPipeline(**self.parts, scheduler=None, expand_timesteps=expand_timesteps)
@@ -104,14 +93,11 @@ def check_latents(part: VaePart) -> Result:
 
 
 def check_statistics(part: VaePart) -> Result:
-    """Check the statistics in the VAE's config: the mean and the standard deviation that normalize the latents.
+    """Check the mean and the standard deviation in the VAE's config, which normalize the latents.
 
-    If the model has the layer sizes of a published Wan model, compare the config with the published statistics.
-    Also measure the mean and the standard deviation of the clip's normalized latents. If the user gives the clip, both
-    measured values must be in the usual ranges (`MEAN_BAND` and `STD_BAND`).
-
-    If neither comparison is possible (other layer sizes, and no clip from the user), the check only reports the measured
-    values, and neither passes nor fails.
+    If the model has published layer sizes, compare them with the published ones. If the user gives the clip, the mean and the
+    standard deviation of its normalized latents must be in `MEAN_BAND` and `STD_BAND`. If neither applies, only report the
+    measured values.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number = f"mean {mean:.3f}, std {std:.3f}"
@@ -130,11 +116,7 @@ def check_statistics(part: VaePart) -> Result:
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
-    """Compare the VAE's config with the published values, and return the largest difference.
-
-    Only the mean and the standard deviation of the latents are compared. The number of latent channels determines whether the
-    published values are from Wan 2.1 or Wan 2.2.
-    """
+    """Return the largest difference of the config's latent mean and standard deviation from those of Wan 2.1 or 2.2."""
     table = LATENTS_22
     defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
     if vae.config.z_dim == defaults["z_dim"].default:  # Wan 2.1
@@ -144,11 +126,7 @@ def _distance_from_published(vae: AutoencoderKLWan) -> float:
 
 
 def check_roundtrip(part: VaePart) -> Result:
-    """Encode and decode the clip with the VAE, and measure the PSNR of the decoded clip relative to the original clip.
-
-    The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB. For any other VAE, the check reports the
-    PSNR, and neither passes nor fails.
-    """
+    """Encode and decode the clip, and measure the PSNR, which must be at least `PSNR_FLOOR` dB for a published VAE."""
     decoded = part.encoder.decode(part.latents)
     psnr = 10 * float(torch.log10(4.0 / (decoded - part.pixels).square().mean()))
     if not part.setup.is_published:
@@ -157,38 +135,24 @@ def check_roundtrip(part: VaePart) -> Result:
 
 
 def check_condition(part: VaePart) -> Result:
-    """Compare the image condition of an image-to-video model with the image condition of diffusers' stock pipeline.
-
-    The image condition is a mask and latents.
-    """
+    """Compare the image condition (mask and latents) of an image-to-video model with that of diffusers' stock pipeline."""
     patch = part.setup.variant.dit.patch_size
     latents = part.encoder.encode(given_frames(part.pixels, part.has_last))
     return judge(condition_channels(latents, part.has_last, patch), patchify(part.stock_condition(), patch))
 
 
 def check_first_frame(part: VaePart) -> Result:
-    """Compare the first latent frame of a whole clip with the latents of the clip's first frame alone.
+    """Compare the first latent frame of a whole clip, as wands encodes it, with the first frame encoded alone, as diffusers does.
 
-    `wands preprocess` encodes the whole clip. For the model TI2V (text and image to video), diffusers' stock pipeline
-    encodes the first frame alone. Both results must be equal, because the VAE is causal.
+    They must be equal, because the VAE is causal.
     """
     return judge(part.encoder.encode(part.pixels)[:, :1], part.stock_condition())
 
 
 def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> WanImageToVideoPipeline:
-    """Load a stock pipeline of diffusers with only some of its parts, such as the tokenizer and the text encoder.
+    """Load a stock pipeline of diffusers with only some of its parts, such as "tokenizer"; `label` names them in the ConfigError.
 
-    The image-to-video pipeline is loaded for every model, because it encodes text in the same way as the text-to-video
-    pipeline.
-
-    Args:
-        setup: setup of `wands selftest`, with the folder of the model.
-        dtype: dtype of the weights.
-        label: how the error message names the parts, such as "image encoder".
-        parts: names of the parts to load, such as "tokenizer".
-
-    Raises:
-        ConfigError: if a part is missing or cannot be loaded.
+    It is the image-to-video pipeline for every model, because both encode text in the same way.
     """
     unused = dict.fromkeys(inspect.signature(WanImageToVideoPipeline).parameters.keys() - set(parts))
     options = {**unused, "dtype": dtype, "use_safetensors": True, "trust_remote_code": False}
@@ -198,10 +162,7 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
 
 @torch.no_grad()
 def check_image_embeds(setup: Setup) -> Result:
-    """Compare the image embeddings of `wands preprocess` with the image embeddings of diffusers' stock pipeline.
-
-    The image embeddings are the hidden states before CLIP's last layer.
-    """
+    """Compare the image embeddings (input of CLIP's last layer) with those of diffusers' stock pipeline."""
     frames = setup.frames[[0, -1] if setup.has("last_image") else [0]]
     embeds = ImageEncoder.load(setup.folder, setup.device).encode(list(frames))
     pipeline = _load_stock(setup, torch.float32, "image encoder", "image_processor", "image_encoder")
@@ -210,23 +171,9 @@ def check_image_embeds(setup: Setup) -> Result:
 
 
 class TextPart:
-    """Tokenizer and text encoder UMT5, loaded by diffusers' stock pipeline.
-
-    Attributes:
-        pipeline: stock pipeline that contains only the tokenizer and UMT5.
-        tokenizer: tokenizer of the pipeline.
-        model: UMT5 of the pipeline.
-    """
+    """Tokenizer and text encoder UMT5, loaded by diffusers' stock pipeline, which contains only these."""
 
     def __init__(self, setup: Setup) -> None:
-        """Load the tokenizer and UMT5.
-
-        Args:
-            setup: setup of `wands selftest`, with the model's folder.
-
-        Raises:
-            ConfigError: if the tokenizer or UMT5 is missing or cannot be loaded.
-        """
         self.pipeline = _load_stock(setup, setup.dtype, "text encoder", "tokenizer", "text_encoder")
         self.tokenizer = self.pipeline.tokenizer
         self.model = self.pipeline.text_encoder
@@ -252,14 +199,7 @@ class TextPart:
 
 
 def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Result:
-    """Compare text embeddings of `wands preprocess` with text embeddings of diffusers' stock pipeline.
-
-    The embeddings of `wands preprocess` are padded with zeros to 512 tokens for the comparison.
-
-    Args:
-        part: tokenizer and text encoder.
-        captions: captions to encode.
-    """
+    """Compare text embeddings, padded with zeros to 512 tokens, with those of diffusers' stock pipeline."""
     errors = []
     for caption in captions:
         embeds = part.encode(caption)
@@ -281,11 +221,7 @@ def check_tied(part: TextPart) -> Result:
 
 
 def check_length(part: TextPart) -> Result:
-    """Check that `wands preprocess` cuts captions after 512 tokens.
-
-    The check encodes two long captions with `wands preprocess` and with diffusers' stock pipeline, and compares the embeddings.
-    The stock pipeline runs with a limit of 512 tokens, because its default limit is 226 tokens.
-    """
+    """Check that `wands preprocess` cuts captions after 512 tokens, as the stock pipeline with this limit (default: 226)."""
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))
     short, long = (len(part.encode(caption)) for caption in captions)

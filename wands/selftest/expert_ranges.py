@@ -1,7 +1,4 @@
-"""Checks of a model with two experts. Each expert is a DiT (diffusion transformer) for a range of timesteps.
-
-At each tested timestep, the expert that diffusers' stock pipeline uses must be the expert that wands trains.
-"""
+"""Checks that wands trains, at each tested timestep, the expert that diffusers' stock pipeline uses there."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ NUM_DRAWS = 1000
 
 
 def check_boundary(setup: Setup) -> Result:
-    """Check at three timesteps that the expert (DiT) that wands trains is the expert that diffusers' stock pipeline uses.
-
-    The timesteps are above, at and below the boundary between the two experts.
-    """
+    """Check the expert at three timesteps: above, at and below the boundary."""
     sigmas = [_boundary(setup) + offset / NUM_TRAIN_TIMESTEPS for offset in (1.0, 0.0, -1.0)]
     timesteps = [sigma * NUM_TRAIN_TIMESTEPS for sigma in sigmas]
     ranges = [(expert.subfolder, *expert.sigma_range) for expert in setup.variant.experts]
@@ -39,10 +33,7 @@ def check_boundary(setup: Setup) -> Result:
 
 
 def check_draws(setup: Setup) -> Result:
-    """Check the noise levels that training draws for each expert (DiT for a range of timesteps).
-
-    At each drawn noise level, diffusers' stock pipeline must use the expert for which training drew the noise level.
-    """
+    """Check the expert at the noise levels that training draws."""
     boundary = _boundary(setup) * NUM_TRAIN_TIMESTEPS
     wrong = count = 0
     for shift in SHIFTS:
@@ -65,13 +56,9 @@ def _boundary(setup: Setup) -> float:
 
 
 def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
-    """Return the name of the DiT that diffusers' stock pipeline uses at each timestep.
+    """Return the name of the DiT that diffusers' stock pipeline uses at each of the descending timesteps.
 
-    The sampling loop of the pipeline runs with mock objects in place of the two DiTs. The mock objects record the calls.
-
-    Args:
-        setup: the tested model, which has two DiTs.
-        timesteps: timesteps in descending order.
+    The sampling loop runs with mock objects in place of the two DiTs, which record the calls.
     """
     latents = torch.zeros(1, 16, 1, 2, 2)
     dits = MagicMock()

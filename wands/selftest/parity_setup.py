@@ -25,11 +25,7 @@ from wands.variants import VARIANTS, Expert, Variant
 NUM_FRAMES = 13
 HEIGHT = 128
 WIDTH = 192
-"""Number of frames, height and width of the synthetic clip.
-
-A clip that the user gives with --clip is shortened to at most `NUM_FRAMES` frames. The frames of this clip are scaled
-down to at most 2.25 * `HEIGHT` * `WIDTH` pixels.
-"""
+"""Size of the synthetic clip. A clip from --clip is cut to `NUM_FRAMES` frames of at most 2.25 * `HEIGHT` * `WIDTH` pixels."""
 
 
 class Skipped(Exception):
@@ -38,12 +34,12 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one check of `wands selftest`, printed as one line of the report.
+    """Result of one check, printed as one line of the report.
 
     Attributes:
         status: "pass", "fail" or "skipped".
-        text: measured value and its bound, the error that stopped the check, or the reason why the check was skipped.
-        name: name of the check. If the model has two DiTs, the name of the tested DiT follows.
+        text: measured value and its bound, the error that stopped the check, or the reason why it was skipped.
+        name: name of the check, and of the tested DiT if the model has two.
     """
 
     status: str
@@ -52,14 +48,7 @@ class Result:
 
     @classmethod
     def of(cls, passed: bool | None, measured: str, bound: str) -> Result:
-        """Return the result of a check, without the name of the check.
-
-        Args:
-            passed: whether the measured value is within its bound. None if the value has no bound; the status of the result
-                is then "skipped".
-            measured: measured value as text.
-            bound: bound of the measured value as text, in some cases with the reason for this bound.
-        """
+        """Return the result of a check, without its name. `passed` None means "skipped": the measured value has no bound."""
         status = "skipped" if passed is None else "pass" if passed else "fail"
         return cls(status, f"{measured} ({bound})")
 
@@ -74,12 +63,11 @@ class Setup:
     Attributes:
         options: options of the command.
         folder: folder of the diffusers pipeline.
-        variant: model variant that the pipeline's config files describe.
+        variant: variant of the pipeline's configs.
         device: device of all computations.
         dtype: dtype of the text encoder and of the DiT's computation. The VAE and CLIP use fp32, as in `wands preprocess`.
-        frames: RGB frames of the clip, uint8 [F, height, width, 3]. The number of frames is F = 4k + 1 >= 5 for an
-            integer k.
-        expert: the DiT to test. The checks of a DiT run once for each DiT of the model, each time with another `expert`.
+        frames: RGB frames of the clip, uint8 [F, height, width, 3], F = 4k + 1 >= 5.
+        expert: the DiT to test. Its checks run once for each DiT of the model.
     """
 
     options: SelftestOptions
@@ -92,9 +80,7 @@ class Setup:
 
     @property
     def is_published(self) -> bool:
-        """Whether the model has the layer sizes of a published Wan model. The published mean and standard deviation of the
-        latents apply only to models with these sizes.
-        """
+        """Whether the model has the layer sizes of a published Wan model, and therefore the published statistics of latents."""
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
@@ -103,13 +89,9 @@ class Setup:
 
 
 def load_setup(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> Setup:
-    """Read the config files of the model and the frames of the clip. Without --clip, make a synthetic clip.
+    """Read the configs of the model and the frames of the clip, without reading weights or downloading.
 
-    The function reads no weights and downloads nothing.
-
-    Args:
-        options: options of the command; they name the model and the clip.
-        conditions: conditions of outside code.
+    The default clip is synthetic.
 
     Raises:
         ConfigError: if the model is not on this machine or is not a Wan pipeline, or if the device does not exist.
@@ -140,14 +122,7 @@ def load_setup(options: SelftestOptions, conditions: Sequence[Condition] = ()) -
 
 
 def find_folder(model: str) -> Path:
-    """Return the folder of a model on this machine. The function downloads nothing.
-
-    Args:
-        model: folder, or Hub id of a model in the Hub's cache on this machine.
-
-    Raises:
-        ConfigError: if the model is not on this machine.
-    """
+    """Return the folder of a model, given as folder or cached Hub id; raise ConfigError if it is not on this machine."""
     if not is_hub_id(model):
         return fetch_model(model, key="--model")
     try:
@@ -170,9 +145,7 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
 
 
 def _make_frames() -> np.ndarray:
-    """Return a synthetic clip of moving, smooth color waves with values from 0 to 255, uint8 [frames, height, width,
-    3].
-    """
+    """Return a synthetic clip of moving, smooth color waves, uint8 [frames, height, width, 3]."""
     axes = (np.linspace(0, 3, NUM_FRAMES), np.linspace(0, 4, HEIGHT), np.linspace(0, 6, WIDTH))
     t, y, x = np.meshgrid(*axes, indexing="ij")
     waves = np.stack([np.sin(x + t), np.cos(y - t), np.sin(x * y / 3 + t)], -1)
@@ -187,20 +160,13 @@ def judge(measured: Tensor, expected: Tensor) -> Result:
 def judge_error(error: float, bound: float, why: str, origin: str = "the stock pipeline") -> Result:
     """Return the result of a check that measured a relative error.
 
-    Args:
-        error: relative error.
-        bound: largest relative error at which the check passes.
-        why: reason for the bound, for the report.
-        origin: name of the reference computation, for the report.
+    `why` is the reason for the bound, `origin` names the reference.
     """
     return Result.of(error <= bound, f"relative error {error:.2g} to {origin}", f"<= {bound:.2g}, {why}")
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """Return the norm of `measured - expected` divided by the norm of `expected`.
-
-    Return infinity if the shapes differ or a value is not finite.
-    """
+    """Return the norm of `measured - expected` over that of `expected`; infinity if shapes differ or values are not finite."""
     measured = measured.detach().double().cpu()
     expected = expected.detach().double().cpu()
     if measured.shape != expected.shape:

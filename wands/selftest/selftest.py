@@ -30,11 +30,9 @@ class Check(NamedTuple):
 
     Attributes:
         name: name of the check.
-        load: function that loads the part of the model that the check needs; None if nothing is loaded before the check.
-        run: function that runs the check and returns a `Result` with an empty name. The argument of the function is the
-            result of `load`, or the `Setup` (model, clip and settings) if `load` is None.
-        condition: name of an input, such as "image". The check applies only to models with this input. If the name is
-            empty, the check applies to every model.
+        load: loads the part of the model that the check needs; None if it needs none.
+        run: maps the result of `load`, or else the `Setup`, to a `Result` without a name.
+        condition: input, such as "image", that a model must have for the check; "" checks every model.
     """
 
     name: str
@@ -80,22 +78,15 @@ NAMES = [check.name for check in (*CHECKS, *DIT_CHECKS)]
 
 
 def selftest(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> Iterator[Result]:
-    """Compare the results of a model in wands with the results of the same model in stock diffusers.
+    """Yield the result of each check that compares a model in wands with the same model in stock diffusers.
 
     The weights of the DiT are fp32, as in training. Only one large part of the model is in memory at a time. Under a launcher
-    such as torchrun, only the checks of context parallelism run, and each rank loads the whole DiT. Without a launcher, all
-    other checks run. The function writes no files and downloads nothing.
-
-    Args:
-        options: options of the command; they name the model, the clip and the checks.
-        conditions: conditions of outside code, in addition to those of `--import`.
-
-    Yields:
-        The result of each check as soon as the check is finished.
+    such as torchrun, only the checks of context parallelism run, and each rank loads the whole DiT; without one, all others run.
+    No files are written or downloaded. `conditions` are added to those of `--import`.
 
     Raises:
-        WandsError: if the model, the clip or a check in `options.only` does not exist. The error is also raised if a part of
-            the model that a check needs is missing or damaged.
+        WandsError: if the model, the clip or a check in `options.only` does not exist, or a part that a check needs is missing or
+            damaged.
     """
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):
@@ -113,11 +104,7 @@ def selftest(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> 
 
 
 def _run_checks(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
-    """Run checks and yield their results.
-
-    Consecutive checks that need the same part of the model, such as the VAE, share this part. The part is loaded before the
-    first of these checks and deleted after the last.
-    """
+    """Run checks and yield their results. Consecutive checks that need the same part of the model load it once."""
     for load, checks_of_part in groupby(checks, key=lambda check: check.load):
         part = None
         problem = ""

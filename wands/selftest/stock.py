@@ -7,8 +7,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 OFFICIAL_TEXT_LEN = 512
-"""Number of tokens to which captions are padded: `text_len` in official Wan. The reference must not use wands' own constant
-`TEXT_LEN`, because the checks test the value of `TEXT_LEN`."""
+"""`text_len` in official Wan, to which captions are padded. Not wands' `TEXT_LEN`, whose value the checks test."""
 
 
 def add_conditions(
@@ -19,18 +18,18 @@ def add_conditions(
     image_latents: Tensor | None = None,
     last_image: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add the image conditions of a sample to its noisy latents and timestep.
+    """Add the image conditions of a sample to its noisy latents [C, f, h, w] and scalar timestep.
 
     Args:
-        latents: noisy latents [C, f, h, w], with C channels and f frames of size h x w.
-        timestep: timestep of the noise level, a scalar.
-        first_frame: latent frame [C, 1, h, w] without noise that replaces the first noisy frame, for the model TI2V.
+        latents: noisy latents.
+        timestep: timestep of the noise level.
+        first_frame: clean latent frame [C, 1, h, w] that replaces the first noisy frame, for TI2V.
         image_latents: latents [C, f, h, w] of a clip with the conditioning images and otherwise gray frames, for I2V models.
-        last_image: whether the model gets the last frame of the clip in addition to the first frame.
+        last_image: whether the model gets the last frame, too.
 
     Returns:
-        (latents, timesteps). With `image_latents`, the latents [channels, f, h, w] have additional channels: a mask and
-        the image latents. The timesteps have shape [1], or [1, tokens] with `first_frame`.
+        (latents, timesteps). With `image_latents`, a mask and these are additional channels. The timesteps are [1], or [1,
+        tokens] with `first_frame`.
     """
     if first_frame is not None:
         # These lines copy the loop of WanImageToVideoPipeline with expand_timesteps.
@@ -54,14 +53,10 @@ def stock_velocity(
     text_embeds: Tensor,
     image_embeds: Tensor | None = None,
 ) -> Tensor:
-    """Run a model of diffusers on one sample, and return the velocity [C, f, h, w] for C latent channels.
+    """Run a model of diffusers on one sample from `add_conditions`, and return the velocity [C, f, h, w].
 
-    Args:
-        model: model of diffusers.
-        latents: noisy latents [channels, f, h, w] from `add_conditions`, which adds channels for image conditions.
-        timesteps: one timestep [1] for the sample, or a timestep [1, tokens] for each token.
-        text_embeds: text embedding [L, text_dim] of L tokens, without padding.
-        image_embeds: hidden states of CLIP for all given images, [number of states, channels].
+    `text_embeds` are [L, text_dim] without padding; `image_embeds` are the hidden states of CLIP for all given images, [states,
+    channels].
     """
     like = model.patch_embedding.weight
     text = torch.nn.functional.pad(text_embeds, (0, 0, 0, OFFICIAL_TEXT_LEN - len(text_embeds)))

@@ -36,10 +36,7 @@ _WIDTHS = (
 def read_model_config(path: Path, *, label: str = "", fix: str = "fix the file.") -> dict[str, Any]:
     """Read the config of a DiT, a VAE or an encoder, and check the sizes in it.
 
-    Args:
-        path: the file.
-        label: name of the file in error messages. With "", messages contain the path.
-        fix: end of the error message.
+    Error messages start with `label` (default: the path) and end with `fix`.
 
     Raises:
         ConfigError: if the file is missing or not a JSON object, or a size in it is not a whole number in its range.

@@ -1,7 +1,4 @@
-"""Hashes of the files of a model, to find files that changed after they were written or downloaded.
-
-The hashes find damage, not forgery.
-"""
+"""Hashes of the files of a model, to find files that changed since they were written or downloaded: damage, not forgery."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ HASH_FILE = ".wands_hashes.json"
 
 
 def write_hashes(folder: Path) -> None:
-    """Compute the hashes of all files in a new model folder, and write the hashes to `HASH_FILE` in this folder."""
+    """Write the hashes of all files in a new model folder to its `HASH_FILE`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     hashes = {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
     (folder / HASH_FILE).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
@@ -31,19 +28,16 @@ def write_hashes(folder: Path) -> None:
 def find_changed_files(
     folder: Path, *, parts: Collection[str] | None = None, share: tuple[int, int] = (0, 1), hub: bool = True
 ) -> tuple[int, list[str]]:
-    """Read the files of a model, and compare them with their stored hashes.
+    """Compare the files of a model with their stored hashes; return (number of files with a hash, problems).
 
-    The stored hashes are in the file `HASH_FILE` in `folder`. If this file is missing, only safetensors files from the Hub
-    have a stored hash: their SHA-256, which the Hub client stored during the download.
+    The hashes are in `folder / HASH_FILE`. Without it, safetensors files from the Hub have the SHA-256 that the Hub client
+    stored.
 
     Args:
         folder: folder of a pipeline or another model.
-        parts: names of subfolders or files in `folder` to check; None checks the whole folder.
-        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-        hub: whether to use the SHA-256 of the Hub client if `HASH_FILE` is missing. This takes about 1 s for each GB.
-
-    Returns:
-        (number of files with a stored hash, problems). problems contains one text for each changed or unreadable file.
+        parts: names of subfolders or files in `folder` to check; None checks all.
+        share: (rank, number of ranks). Each rank reads its part of the files.
+        hub: use the SHA-256 of the Hub client, about 1 s for each GB.
     """
     try:
         path = folder / HASH_FILE
@@ -65,13 +59,13 @@ def find_changed_files(
 def find_damaged_files(
     folder: Path, hashes: Mapping[str, str], share: tuple[int, int], difference: str
 ) -> Iterator[tuple[str, str]]:
-    """Compare files with their hashes, and yield (file name, reason) for each file that is damaged or cannot be read.
+    """Yield (file name, reason) for each file that differs from its hash or cannot be read.
 
     Args:
         folder: folder of the files.
-        hashes: maps the name of each file to its hash, either from `hash_file` (32 digits) or SHA-256 (64 digits).
-        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-        difference: reason to yield for a file that has a different hash.
+        hashes: hash by file name, either from `hash_file` (32 digits) or SHA-256 (64 digits).
+        share: (rank, number of ranks). Each rank reads its part of the files.
+        difference: reason for a file with a different hash.
 
     Raises:
         DiskError: if the file system does not read a file, which may be intact.
@@ -89,14 +83,7 @@ def find_damaged_files(
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None) -> None:
-    """Check that the files of a model did not change after wands stored their hashes.
-
-    The hashes are in the file `HASH_FILE` in `folder`. Without this file, nothing is checked. `parts` are names of
-    subfolders or files in `folder` to check; None checks the whole folder.
-
-    Raises:
-        CheckpointError: if a file changed or cannot be read. The messages start with `label`.
-    """
+    """Raise CheckpointError if files of a model (only `parts`, if given) do not match its `HASH_FILE`, if there is one."""
     _, problems = find_changed_files(folder, parts=parts, hub=False)
     if problems:
         raise CheckpointError(
@@ -105,10 +92,7 @@ def check_files(folder: Path, label: str, *, parts: Collection[str] | None = Non
 
 
 def hub_sha256(folder: Path, path: Path) -> str | None:
-    """Return the SHA-256 that the Hub client stored for the file `path` in a model's `folder`.
-
-    Return None for a small file or a file that was not downloaded from the Hub. The client stored no SHA-256 for these files.
-    """
+    """Return the SHA-256 that the Hub client stored for a file of a model; None for small files and files from elsewhere."""
     blob = path.resolve()
     record = folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
     text = record.read_text(encoding="utf-8") if record.is_file() else ""

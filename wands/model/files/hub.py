@@ -23,25 +23,14 @@ def is_hub_id(name: str) -> bool:
 
 
 def published_name(model: str) -> str | None:
-    """Return wands' name of a diffusers pipeline that Wan-AI published on the Hub.
-
-    Example: "wan2.1-t2v-1.3b" for the Hub id "Wan-AI/Wan2.1-T2V-1.3B-Diffusers".
-
-    Args:
-        model: folder or Hub id of a model. If `model` is not the Hub id of a pipeline in `VARIANTS`, the result is None.
-    """
+    """Return wands' name of a Hub id in `VARIANTS`, else None: "wan2.1-t2v-1.3b" for "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"."""
     pattern = rf"wan-ai/({'|'.join(map(re.escape, VARIANTS))})(-\d+p)?-diffusers"
     match = re.fullmatch(pattern, model.lower())
     return match[1] if match and is_hub_id(model) else None
 
 
 def is_downloaded(model: str) -> bool:
-    """Return whether the Hub cache on this machine contains all weights in a pipeline's folder `transformer`.
-
-    If a model has two experts, the folder `transformer` contains the high-noise expert. The low-noise expert is not checked.
-
-    Args:
-        model: Hub id of a diffusers pipeline.
+    """Return whether the Hub cache on this machine contains all weights in the folder `transformer` of a pipeline.
 
     Raises:
         CheckpointError: if the cached index of the weights is damaged.
@@ -60,13 +49,9 @@ def fetch_model(
     allow: Sequence[str] | None = None,
     ignore: Sequence[str] | None = None,
 ) -> Path:
-    """Return the local folder of a model. For a Hub id, download the requested files first.
+    """Return the local folder of a model. For a Hub id, download the files that match the glob patterns `allow` but not `ignore`.
 
-    Args:
-        path: folder of a model, or Hub id (owner/name).
-        key: option or recipe key that the user typed, for error messages.
-        allow: glob patterns of the files to download; None downloads all files.
-        ignore: glob patterns of files that are not downloaded.
+    `key` is the option or recipe key that the user typed.
 
     Raises:
         ConfigError: if `path` is neither a folder nor a Hub id, or the download fails. For one file of weights, the message names
@@ -100,12 +85,8 @@ def fetch_model(
 def check_link(path: Path, folder: Path, name: str) -> None:
     """Check that a file or folder of a model may be copied or uploaded: no link may lead out of the model's folder.
 
-    Links to files of the Hub cache are allowed, because a downloaded model consists of them.
-
-    Args:
-        path: file or folder in `folder`.
-        folder: folder of the model.
-        name: name of `folder` in the error message, such as "--base".
+    Links to files of the Hub cache are allowed, because a downloaded model consists of them. `name` is that of `folder` in the
+    error.
 
     Raises:
         WandsError: if `path` leads to another place, or is a link to a folder that contains the link.

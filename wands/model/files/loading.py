@@ -1,11 +1,8 @@
 """Load weights into a `PackedWanTransformer` one tensor at a time, without a second copy of the model.
 
-The model is first built on the meta device, which uses no memory. Then each parameter gets its values from safetensors
-files or from official Wan's random initialization. Under ZeRO-3, each parameter is partitioned as soon as it has
-values.
-
-Folders of official Wan repositories are read directly: their tensor names and configs are translated to diffusers' tensor
-names and configs.
+The model is built on the meta device. Then each parameter gets its values from safetensors files or from official Wan's random
+initialization, and is partitioned at once under ZeRO-3. Folders of official Wan repositories are read directly. A model is named
+by a folder, a Hub id or, for its config only, the name of a published model such as "wan2.1-t2v-1.3b".
 """
 
 from __future__ import annotations
@@ -48,14 +45,10 @@ _Make = Callable[[str, tuple[int, ...]], Tensor]
 def load_config(
     path: str | Path, subfolder: str = "transformer", *, key: str = "model.path"
 ) -> dict[str, Any]:
-    """Read the config of a DiT and return it in the format of diffusers.
+    """Return the config of a DiT in the format of diffusers.
 
-    Args:
-        path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout. The name of a published
-            model, such as "wan2.1-t2v-1.3b", is also allowed.
-        subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In Wan's original layout,
-            "transformer" means the only DiT or the high-noise expert, and "transformer_2" means the low-noise expert.
-        key: option or recipe key that the user typed, for error messages.
+    `subfolder` is "" if `path` is the folder of the DiT. In Wan's original layout, "transformer" means the only DiT or the
+    high-noise expert, and "transformer_2" the low-noise expert.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -67,25 +60,15 @@ def load_config(
 
 
 def _published(path: str | Path) -> Variant | None:
-    """Return the published model with the name `path`, such as "wan2.1-t2v-1.3b", without reading files.
-
-    Return None if no published model has this name. If a file or folder `path` exists, also return None.
-    """
+    """Return the published model with the name `path`; None if there is none, or a file or folder `path` exists."""
     return None if Path(path).exists() else VARIANTS.get(str(path))
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Return the contents of a pipeline's `model_index.json`, or a few known entries for a model without this file.
 
-    Args:
-        path: folder or Hub id of a diffusers pipeline, of a DiT, or of a repository in Wan's original layout. The name of a
-            published model, such as "wan2.1-t2v-1.3b", is also allowed.
-        key: option or recipe key that the user typed, for error messages.
-
-    Returns:
-        For a diffusers pipeline, the contents of `model_index.json`. For Wan's original layout with two experts (DiTs for
-        high and low noise), the entries "boundary_ratio" and "transformer_2". For the name of a published model, the
-        entry "boundary_ratio", which is None if the model has one DiT. For any other model, {}.
+    These are "boundary_ratio" and "transformer_2" for Wan's original layout with two experts, "boundary_ratio" (None with one
+    DiT) for the name of a published model, and none for any other model.
 
     Raises:
         ConfigError: if the model does not exist, or `model_index.json` or the config of the low-noise expert is damaged.
@@ -118,30 +101,21 @@ def load_transformer(
     config: Mapping[str, Any] | None = None,
     tensor_group: dist.ProcessGroup | None = None,
 ) -> PackedWanTransformer:
-    """Build a DiT (diffusion transformer), and load its weights or initialize them at random.
+    """Build a DiT in training mode, on the CPU or the device of `zero_init_context`, and load or initialize its weights.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout. With random weights, also
-            the name of a published model.
-        subfolder: folder of the DiT in `path`, such as "transformer"; "" if `path` is the folder of the DiT. `load_config`
-            explains the names for Wan's original layout.
-        init: "pretrained" reads the weights. "random" reads only the config, and initializes the weights as official
-            Wan does.
-        seed: seed of random weights. The weights do not depend on the number of ranks.
-        zero_init_context: `deepspeed.zero.Init(...)`, which partitions each parameter as soon as it has values. With
-            this context, every rank must call this function, and only the first rank of the context's group reads the
-            weights. With None, no parameter is partitioned.
-        merge: function that gets a parameter's name and fp32 value, and returns the value to store. An example is
-            `wands.model.lora.MergedLoras`.
-        storage: policy that chooses the dtype in which each parameter is stored after `merge`. The dtypes in the files
-            have no influence.
-        key: option or recipe key that the user typed, for error messages.
-        config: config of the model to build, which may have more input channels than the config in `path`. The weights of
-            these channels are zero, so that the model gives the same results as without them. None uses the config in `path`.
-        tensor_group: ranks that divide the weights of the blocks among themselves. None for whole weights.
-
-    Returns:
-        The model in training mode, on the CPU or on the device of `zero_init_context`.
+        path: model. With random weights, also the name of a published model.
+        subfolder: folder of the DiT in `path`, see `load_config`.
+        init: "pretrained", or "random", which reads only the config and initializes as official Wan does.
+        seed: seed of random weights, which do not depend on the number of ranks.
+        zero_init_context: `deepspeed.zero.Init(...)`, which partitions each parameter as soon as it has values. Every rank must
+            then call this function, and only the first rank of the context's group reads the weights.
+        merge: maps a parameter's name and fp32 value to the value to store, such as `wands.model.lora.MergedLoras`.
+        storage: policy for the dtypes after `merge`. The dtypes in the files have no influence.
+        key: option or recipe key that the user typed.
+        config: config that may have more input channels than the one in `path`; their weights are zero, so that the model gives
+            the same results. None uses the config in `path`.
+        tensor_group: ranks that divide the weights of the blocks.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -180,14 +154,7 @@ def load_transformer(
 
 
 def load_weights(path: str | Path, subfolder: str = "transformer", **options: Any) -> dict[str, Tensor]:
-    """Load the weights of a DiT (diffusion transformer) as a dict of tensors.
-
-    `options` are keyword arguments of `load_transformer`. The function raises the errors of `load_transformer`.
-
-    Returns:
-        A dict that maps diffusers parameter names to tensors, in fp32 unless the option `storage` chooses a different
-        dtype.
-    """
+    """Load the weights of a DiT by diffusers name, fp32 by default. Options and errors are those of `load_transformer`."""
     model = load_transformer(path, subfolder=subfolder, **options)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -203,11 +170,9 @@ def build_empty(config: dict[str, Any]) -> PackedWanTransformer:
 
 
 def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
-    """Check that the files of a DiT contain every weight with the right shape. Only the headers of the files are read.
+    """Check that a DiT's files contain every weight with the right shape; reads only headers.
 
-    Raises:
-        ConfigError: if the model does not exist or is not a Wan DiT.
-        CheckpointError: if the weights are missing, are damaged, or do not fit the config.
+    For errors, see `load_transformer`.
     """
     where = f"model.path={path}"
     folder = _find_folder(path, subfolder, _MODEL_FILES, "model.path")
@@ -215,9 +180,7 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
 
 
 def sample_weights(path: str | Path, subfolder: str) -> str:
-    """Return a digest that identifies a DiT's weights. Only a small part of the weights is read, see `sample_digest`.
-
-    The digest does not depend on the folder or on the names of the files.
+    """Return a digest of a small part of a DiT's weights, see `sample_digest`; names of folder and files do not matter.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -228,11 +191,7 @@ def sample_weights(path: str | Path, subfolder: str) -> str:
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
-    """Return the local folder of a DiT.
-
-    For a Hub id, first download the files of the DiT that match `patterns`. If the repository has Wan's original layout,
-    download all files of the DiT. `key` is the option or recipe key that contains `path`, for error messages.
-    """
+    """Return the local folder of a DiT. Of a Hub id, download what matches `patterns`, in Wan's original layout all files."""
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, key=key, allow=allow) / subfolder
     if (folder / "config.json").is_file():
@@ -264,11 +223,11 @@ def _read_dit_config(where: str, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _freed_is_returned() -> Iterator[None]:
-    """Return a context manager that makes the C library give the memory of freed tensors back to the operating system at once.
+    """Make the C library return the memory of freed tensors to the operating system at once.
 
-    By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its
-    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink when the tensors are freed. Without
-    this function, four ranks use the memory of more than three copies of the model, although ZeRO-3 divides the model.
+    By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its heap,
+    which cannot shrink, because ZeRO-3 allocates its partitions between them. Four ranks then use the memory of more than three
+    copies of the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -288,16 +247,7 @@ def _freed_is_returned() -> Iterator[None]:
 
 
 def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Make:
-    """Find the weights of a DiT and check that their names and shapes fit the model.
-
-    Args:
-        where: option and value that name the model, for error messages.
-        folder: folder of the weights.
-        model: the DiT.
-
-    Returns:
-        A function that maps (diffusers parameter name, shape) to the parameter's value in fp32. The function ignores the
-        shape, which only random weights need.
+    """Return a function that maps (diffusers parameter name, shape) to the parameter's value in fp32.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
@@ -319,13 +269,9 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Mak
 
 
 def load_ignored(folder: Path, where: str) -> dict[str, Tensor]:
-    """Load the tensors in the folder of a DiT that diffusers' model ignores but other programs read, such as `norm_added_q`.
+    """Load the tensors in the folder of a DiT that diffusers ignores but other programs read, such as `norm_added_q`.
 
     Files that were not downloaded are left out.
-
-    Args:
-        folder: folder of the DiT in diffusers layout.
-        where: option and value that name the model, for error messages.
 
     Raises:
         CheckpointError: if a file is damaged.
@@ -346,17 +292,9 @@ def _fill(
     zero_init_context: Any,
     tensor_group: dist.ProcessGroup | None,
 ) -> None:
-    """Give each parameter of a DiT its values. Under ZeRO-3, partition each parameter as soon as it has values.
+    """Give each parameter of a DiT on the meta device its values, from `make`, then `merge`, in the dtype of `storage`.
 
-    With tensor parallelism, each rank first takes its part of the whole value.
-
-    Args:
-        model: DiT on the meta device.
-        make: function that gets a parameter's name and shape, and returns the value that is passed to `merge`.
-        merge: function that gets a parameter's name and value, and returns the value to store.
-        storage: policy that chooses the dtype in which each parameter is stored.
-        zero_init_context: `deepspeed.zero.Init(...)`. With None, no parameter is partitioned.
-        tensor_group: ranks that divide the weights of the blocks among themselves; None for whole weights.
+    With tensor parallelism, each rank first takes its part of the whole value. ZeRO-3 partitions each parameter at once.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
@@ -391,11 +329,7 @@ def _fill(
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return an initial value for a parameter, drawn as in official Wan. Parameters of the layer `proj_out` are zero.
-
-    The value depends only on the seed and on the parameter's name and shape. Source: `init_weights` of the official Wan
-    2.1 model.
-    """
+    """Return an initial value from seed, name and shape, as in official Wan's `init_weights`; `proj_out` is zero."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     owner, _, leaf = name.rpartition(".")

@@ -1,8 +1,7 @@
 """Find LoRA files, and decide which expert of a model each file changes.
 
-A model with two experts has one DiT for high noise ("transformer") and one for low noise ("transformer_2"). One rule holds for
-every command. The first of these that says something decides: the user's option, the file's metadata, its tensor names, its name
-(also the name that its training program stored in the metadata), and the name of its folder.
+One rule holds for every command. The first of these that says something decides: the user's option, the file's metadata, its
+tensor names, its name (also the name that its training program stored in the metadata), and the name of its folder.
 
 A name says "high" or "low" as a word: `style_HIGH_fp16`, `HighNoise-v2` and `high_noise`, but not `highway` or `slow`. In a name
 that contains "high noise" or "low noise", the words elsewhere in the name do not count.
@@ -23,8 +22,7 @@ from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
 
 EXPERT_NAMES = dict(zip(EXPERTS, ("high_noise", "low_noise"), strict=True))
-"""Maps "transformer" to "high_noise" and "transformer_2" to "low_noise", as `wands export` and most publishers write them into
-the names of files and folders."""
+"""Experts as `wands export` and most publishers write them into the names of files and folders."""
 EXPERT_OF = dict(zip(("high", "low"), EXPERTS, strict=True))
 """Maps the values of options, such as model.experts=low, to names of DiTs."""
 EXPERT_KEY = "expert"
@@ -39,9 +37,8 @@ class FoundLora:
     """LoRA file, and the DiTs that it changes.
 
     Attributes:
-        path: safetensors file.
-        experts: names of the DiTs, "transformer" or "transformer_2" or both; empty if nothing says it.
-        reason: what says it, such as "its file name"; empty if nothing does.
+        experts: names of the DiTs, one or both of `EXPERTS`; empty if nothing says it.
+        reason: source of the experts, such as "its file name"; empty if nothing says it.
     """
 
     path: Path
@@ -49,13 +46,7 @@ class FoundLora:
     reason: str = ""
 
     def read(self, where: str) -> dict[str, LoraUpdate]:
-        """Read the file, and return what it adds to each of its DiTs.
-
-        Tensor names without the name of an expert, as most files have them, fit either expert.
-
-        Raises:
-            CheckpointError: see `read_lora_file`.
-        """
+        """Return what the file adds to each of its DiTs. Tensor names without the name of an expert fit either."""
         updates = read_lora_file(TensorFiles([self.path], where))
         alone = next(iter(updates.values()))
         return {expert: updates.get(expert, alone) for expert in self.experts or updates}
@@ -77,13 +68,8 @@ def expert_in_name(name: str) -> str | None:
 def describe_file(path: Path, where: str, more_names: Sequence[str] = ()) -> FoundLora:
     """Return a LoRA file with the experts that its metadata, its tensor names or its name say.
 
-    Args:
-        path: safetensors file.
-        where: option and value that name the LoRA, for error messages.
-        more_names: names that count after those of the file and its folder, such as the id of a Hub repository.
-
-    Raises:
-        CheckpointError: if the file is damaged.
+    `more_names` count after those of the file and its folder, such as the id of a Hub repository. A damaged file raises
+    CheckpointError.
     """
     files = TensorFiles([path], where)
     if stated := expert_in_name(files.metadata.get(EXPERT_KEY, "")):
@@ -106,9 +92,9 @@ def find_lora_files(
     """Return the LoRA at a path: one file, or one file for each expert.
 
     Args:
-        path: a LoRA file or a folder. The folder contains one LoRA, or one LoRA for each expert. The LoRA of an expert may lie
-            in a subfolder with "high" or "low" in its name.
-        key: option or recipe key that the user typed, for error messages.
+        path: a LoRA file, or a folder with one LoRA or one for each expert, also in subfolders with "high" or "low" in their
+            names.
+        key: option or recipe key that the user typed.
         chosen: DiT that the user chose for this LoRA. Of a folder with a LoRA for each expert, only this expert's file is
             returned.
         more_names: see `describe_file`.
@@ -173,14 +159,14 @@ def _reason_of_choice(file: FoundLora, chosen: str) -> str:
 def assign_experts(
     files: Sequence[FoundLora], where: str, *, two_experts: bool, only: str | None = None, ways: str = ""
 ) -> list[FoundLora]:
-    """Decide which DiTs of a model LoRA files change.
+    """Decide which DiTs of a model LoRA files change. Names and metadata do not matter for a model with one DiT.
 
     Args:
         files: result of `find_lora_files`.
         where: option and value that name the LoRA, for error messages.
-        two_experts: whether the model has two experts. Names and metadata do not matter for a model with one DiT.
-        only: the only trained DiT of a model with two experts; it gets files that say no expert.
-        ways: end of the error for a file that says no expert: how the user can say it, besides the file's name.
+        two_experts: whether the model has two experts.
+        only: the only trained DiT of two; it gets files that say no expert.
+        ways: end of the error for a file that says no expert: further ways for the user to say it.
 
     Raises:
         ConfigError: if the files are for another kind of model, or do not say for which expert they are.

@@ -1,10 +1,8 @@
 """Read and write LoRA files of Wan in the layouts of diffusers, PEFT, ComfyUI, official Wan and musubi-tuner.
 
-A key of a LoRA file consists of a prefix that depends on the training program, the name of a module, and a suffix such as
-".lora_A.weight". The key does not mark where the prefix ends, so wands compares the key with a list of known prefixes.
-
-Some files, such as LoRAs for sampling in 4 steps, also contain full differences: tensors that are added directly to norms,
-biases and modulation tables.
+A key consists of a prefix that depends on the training program, the name of a module, and a suffix such as ".lora_A.weight". It
+does not mark where the prefix ends, so wands has a list of prefixes. Some files, such as LoRAs for sampling in 4 steps, also
+contain full differences: tensors that are added directly to norms, biases and modulation tables.
 
 Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyUI's `comfy/lora.py`, musubi-tuner, LightX2V's
 `lora_extractor.py`.
@@ -40,10 +38,7 @@ _KINDS = {
     **{"lora_B.bias": "bias of B", "alpha": "alpha"},
     **{"diff": "weight", "w_norm": "weight", "diff_m": "weight", "diff_b": "bias", "b_norm": "bias"},
 }
-"""Maps the suffix of a tensor name in a LoRA file to the kind of the tensor.
-
-"A" is lora_A, and "B" is lora_B. "weight" is a difference that is added to a weight, and "bias" to a bias.
-"""
+"""Kind of the tensor by suffix of its key: lora_A, lora_B, or the full difference of a weight or a bias."""
 _OTHER_METHODS = {
     "DoRA": (".dora_scale", ".lora_magnitude_vector"),
     "LoKr": (".lokr_",),
@@ -52,12 +47,10 @@ _OTHER_METHODS = {
     "Tucker decomposition": (".lora_mid",),
     "replaced weights": (".set_weight", ".reshape_weight"),
 }
-"""Maps the name of each method that is not LoRA to parts of tensor names. A file of such a method has tensors whose names contain
-one of these parts."""
+"""Parts of tensor names by which a method that is not LoRA is recognized."""
 _MERGE_IT = "merge the file into the model with the program that made the file"
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Values of PEFT's `init_lora_weights` with which training starts from the unchanged weights of the base. All other names move a
-part of the base into the LoRA."""
+"""Values of PEFT's `init_lora_weights` that keep the base unchanged. All others move a part of the base into the LoRA."""
 _MUSUBI = "lora_unet_"
 _UNDERSCORE_PREFIXES = ("lora_unet__", _MUSUBI, "lycoris_", "lora_transformer_")
 """Prefixes after which underscores join the parts of a module name. VideoX-Fun writes `lora_unet__`."""
@@ -73,12 +66,9 @@ def is_lora(names: Iterable[str]) -> bool:
 
 
 def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
-    """Read the LoRA in a safetensors file of any layout that `parse_lora` supports.
+    """Read the LoRA in a safetensors file of any layout that `parse_lora` supports, as updates by DiT.
 
-    If the file has no alpha tensor for a module, the alpha comes from the file's metadata or PEFT's `adapter_config.json`.
-
-    Returns:
-        A dict that maps "transformer" or "transformer_2" to everything that the LoRA adds to the weights of this DiT.
+    A module without an alpha tensor gets its alpha from the file's metadata or PEFT's `adapter_config.json`.
 
     Raises:
         CheckpointError: if the file is damaged, contains values that are not finite, is not a LoRA of Wan, or has settings that
@@ -94,36 +84,30 @@ def parse_lora(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     where: str = "the LoRA",
 ) -> dict[str, LoraUpdate]:
-    """Group the tensors of a LoRA file into pairs of matrices (lora_A, lora_B) and full differences of parameters.
+    """Group the tensors of a LoRA file into pairs (lora_A, lora_B) and full differences, for each DiT.
 
     The keys may have any of these layouts:
 
     - diffusers: prefix `transformer.` or `transformer_2.`, then diffusers' module name
-    - PEFT: prefix `base_model.model.`, then diffusers' module name; the name of the adapter may follow lora_A and
-      lora_B
+    - PEFT: prefix `base_model.model.`, then diffusers' module name; the name of the adapter may follow lora_A and lora_B
     - DiffSynth-Studio: prefix `pipe.dit.`, then the official module name
     - ComfyUI: prefix `diffusion_model.`, then the official module name
     - no prefix: diffusers' or the official module name
     - musubi-tuner, LyCORIS and others: prefix `lora_unet_`, `lycoris_` or `lora_transformer_`, then the official or diffusers'
       module name with underscores instead of dots
 
-    A full difference is a tensor that is added directly to a parameter. Its key has the suffix `.diff` (weight), `.diff_b`
-    (bias) or `.diff_m` (modulation table). The LoRA of a convolution, and a bias of lora_B, are returned as full differences
-    too.
+    The suffix of a full difference is `.diff` (weight), `.diff_b` (bias) or `.diff_m` (modulation table). The LoRA of a
+    convolution, and a bias of lora_B, become full differences too. All keys without the prefix `transformer_2.` belong to
+    "transformer".
 
     Args:
-        state: maps a key of the file to its tensor.
-        settings: maps "transformer" or "transformer_2" to PEFT's settings, such as "lora_alpha", for modules without an
-            alpha key. Without any alpha, the scale of a module is 1.
+        state: tensors by key.
+        settings: PEFT's settings of each DiT, for modules without an alpha key. Without any alpha, the scale is 1.
         where: start of the error messages, such as "lora.init_from=FILE".
 
-    Returns:
-        A dict that maps "transformer" or "transformer_2" to the pairs and full differences of this DiT. Keys with the prefix
-        `transformer_2.` belong to "transformer_2", and all other keys to "transformer".
-
     Raises:
-        CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same tensor. The error is also raised if a
-            module lacks one of its two matrices, or the shapes of the two matrices do not fit each other.
+        CheckpointError: if a key is not a LoRA key of Wan, two keys name the same tensor, a module lacks one of its two matrices,
+            or their shapes do not fit each other.
     """
     updates: dict[str, LoraUpdate] = {}
     for (expert, name), tensors in _group(state, where).items():
@@ -148,19 +132,7 @@ def parse_lora(
 
 
 def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Group the tensors of a LoRA file by module.
-
-    Args:
-        state: maps a key of the file to its tensor.
-        where: start of the error messages, such as "lora.init_from=FILE".
-
-    Returns:
-        A dict {(DiT, module name): {kind: tensor}}. DiT is "transformer" or "transformer_2". The module name is
-        the diffusers name. The kinds are the values of `_KINDS`, such as "A" for lora_A.
-
-    Raises:
-        CheckpointError: if `parse_lora` cannot use a key, or a module lacks one of its two matrices.
-    """
+    """Group the tensors of a LoRA file by (DiT, diffusers module name), and in it by kind, a value of `_KINDS`."""
     groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
     for key, value in state.items():
@@ -200,12 +172,10 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 
 
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
-    """Return the LoRA of the module `name`: two matrices and a scale, which is computed from the rank and alpha.
+    """Return the LoRA of the module `name`.
 
-    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha. Without any alpha, the scale is 1.
-
-    The returned matrices have two dimensions. For a convolution, the matrices in `tensors` have more than two dimensions, and
-    all dimensions after the first are flattened.
+    The alpha comes from `tensors`, else from PEFT's `settings`; without any, the scale is 1. The matrices of a convolution are
+    flattened after the first dimension.
     """
     lora_A = tensors["A"]
     lora_B = tensors["B"]
@@ -235,9 +205,9 @@ def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, An
 
 
 def _split_key(key: str) -> tuple[str, str]:
-    """Split a LoRA key into (text before the suffix, suffix), and remove the name of a PEFT adapter from the suffix.
+    """Split a key into (text before the suffix, suffix), without the name of a PEFT adapter.
 
-    The key "blocks.0.ffn.0.lora_A.default.weight" becomes ("blocks.0.ffn.0", "lora_A.weight").
+    "blocks.0.ffn.0.lora_A.default.weight" becomes ("blocks.0.ffn.0", "lora_A.weight").
     """
     match = _SUFFIX.search(key)
     return (key[: match.start()], "".join(filter(None, match.groups()))) if match else (key, "")
@@ -249,16 +219,7 @@ def _other_method(key: str) -> str | None:
 
 
 def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
-    """Return (expert, diffusers module name) for a key of a LoRA file. expert is "transformer" or "transformer_2".
-
-    Args:
-        key: key from which a suffix such as ".lora_A.weight" was removed.
-        is_table: whether the suffix was ".diff_m" (difference of a modulation table). If so, return the name of the module's
-            modulation table, not of the module.
-
-    Raises:
-        KeyError: if the DiT has no such module.
-    """
+    """Return (DiT, diffusers name) of the module or, with `is_table`, of its modulation table; raise KeyError if unknown."""
     for prefix in _UNDERSCORE_PREFIXES:
         if key.startswith(prefix):
             name = key.removeprefix(prefix) + "_modulation" * is_table
@@ -269,16 +230,7 @@ def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
 
 
 def _find_module(name: str, separator: str = ".") -> str:
-    """Return the diffusers name of a DiT module from its official or diffusers name.
-
-    Args:
-        name: name of the module.
-        separator: "." or, after a prefix in `_UNDERSCORE_PREFIXES`, "_". The separator joins the parts of `name`, such as
-            "blocks", "0" and "ffn".
-
-    Raises:
-        KeyError: if the DiT has no such module.
-    """
+    """Return the diffusers name of a module from either name, whose parts `separator` joins; raise KeyError if unknown."""
     block = re.match(rf"blocks{re.escape(separator)}(\d+){re.escape(separator)}", name)
     names = DIT.block if block else DIT.outside
     modules = {spelled.replace(".", separator): new for old, new in names.items() for spelled in (new, old)}
@@ -286,22 +238,13 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return PEFT's settings for the LoRA of each DiT. They contain alpha, because PEFT does not store alpha as a tensor.
+    """Return PEFT's settings, such as "lora_alpha", for the LoRA of each DiT; empty if there are none.
 
-    diffusers writes the settings into the metadata of the LoRA file. PEFT writes them into `adapter_config.json` next to
-    `adapter_model.safetensors`.
-
-    Args:
-        metadata: metadata of the safetensors file.
-        path: path of the safetensors file.
-
-    Returns:
-        A dict that maps "transformer" or "transformer_2" to the settings, such as "lora_alpha". The dict is empty if neither
-        the metadata nor `adapter_config.json` contains settings.
+    diffusers writes them into the metadata of the LoRA file, PEFT into `adapter_config.json` next to `adapter_model.safetensors`.
 
     Raises:
-        CheckpointError: if the metadata or `adapter_config.json` is damaged, or its settings are for a DoRA, or for a method
-            such as PiSSA or OLoRA, whose LoRA starts with a part of the base weights and fits only the base without this part.
+        CheckpointError: if they are damaged, or are for a DoRA, or for a method such as PiSSA or OLoRA, whose LoRA starts with a
+            part of the base weights and fits only the base without this part.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()
@@ -339,19 +282,16 @@ def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str
 def lora_tensors(
     pairs: Mapping[str, LoraPair], layout: str = "diffusers", differences: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return the contents of a LoRA file as a dict of tensors by key.
+    """Return the contents of a LoRA file for one DiT as tensors by key.
 
-    Only the layout "musubi" has alpha keys. In the other layouts, lora_B is multiplied by the scale alpha / rank. The keys
-    do not contain the name of an expert (DiT for high or low noise), because loaders expect the same keys for both experts.
-    Write one file for each expert.
+    The keys do not name an expert, because loaders expect the same keys for both: write one file for each. In all layouts but
+    "musubi", which has alpha keys, lora_B is multiplied by the scale.
 
     Args:
-        pairs: maps a diffusers module name of one DiT to its LoRA.
-        layout: layout of the keys. "diffusers": keys as `save_lora_weights` writes them. "comfyui": prefix
-            `diffusion_model.` and the official module name. "official": the official module name. "musubi": prefix
-            `lora_unet_` and the official module name with underscores.
-        differences: maps a diffusers parameter name to its full difference, a tensor that is added to the parameter. Only
-            the layouts "comfyui" and "official" can contain full differences. None means no full differences.
+        pairs: LoRA by diffusers module name.
+        layout: "diffusers": keys as `save_lora_weights` writes them. "comfyui": prefix `diffusion_model.` and the official module
+            name. "official": the official module name. "musubi": prefix `lora_unet_` and the official name with underscores.
+        differences: full difference by diffusers parameter name, only for "comfyui" and "official".
     """
     state: dict[str, Tensor] = {}
     if layout == "musubi":

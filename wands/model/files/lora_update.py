@@ -15,9 +15,9 @@ class LoraPair:
     """LoRA of one module: two matrices, which add `scale * lora_B @ lora_A` to the module's weight.
 
     Attributes:
-        lora_A: matrix [rank, in_features].
-        lora_B: matrix [out_features, rank].
-        scale: factor of the product lora_B @ lora_A: alpha / rank (rsLoRA: alpha / sqrt(rank)), or 1 without alpha.
+        lora_A: [rank, in_features].
+        lora_B: [out_features, rank].
+        scale: alpha / rank (rsLoRA: alpha / sqrt(rank)), or 1 without alpha.
     """
 
     lora_A: Tensor
@@ -25,11 +25,7 @@ class LoraPair:
     scale: float = 1.0
 
     def folded(self) -> LoraPair:
-        """Return an equivalent pair with scale 1, whose lora_B is multiplied by the scale of this pair.
-
-        A LoRA file with scale 1 needs no alpha, so every loader can read it. The multiplication is exact if the scale is a
-        power of two.
-        """
+        """Return an equivalent pair with scale 1, readable without alpha; exact if the scale is a power of two."""
         return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
 
     def delta(self) -> Tensor:
@@ -39,11 +35,11 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """Everything that a LoRA file adds to the weights of one DiT.
+    """All that a LoRA file adds to the weights of one DiT.
 
     Attributes:
-        pairs: maps the diffusers name of a linear layer to its two LoRA matrices.
-        differences: maps the diffusers name of a parameter to the full difference that is added to the parameter.
+        pairs: LoRA by diffusers name of the linear layer.
+        differences: full difference by diffusers name of the parameter.
     """
 
     pairs: dict[str, LoraPair] = field(default_factory=dict)
@@ -56,15 +52,7 @@ class LoraUpdate:
         return [*matrices, *((name, tuple(value.shape)) for name, value in self.differences.items())]
 
     def merge(self, name: str, weight: Tensor, scale: float) -> Tensor:
-        """Return a parameter plus `scale` times the LoRA's update, in float64.
-
-        If the LoRA does not change this parameter, return `weight` itself.
-
-        Args:
-            name: diffusers name of the parameter.
-            weight: value of the parameter.
-            scale: factor of the update.
-        """
+        """Return `weight` plus `scale` times its update, in float64; `weight` itself if the LoRA does not change it."""
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in self.pairs:
             weight = weight + scale * self.pairs[module].delta()
@@ -72,10 +60,6 @@ class LoraUpdate:
 
     def find_missing(self, model: nn.Module, where: str) -> list[str]:
         """Return the names of the parameters that the LoRA changes and the model lacks.
-
-        Args:
-            model: DiT without a LoRA.
-            where: option and value that name the LoRA, for error messages.
 
         Raises:
             ConfigError: if a parameter has different shapes in the LoRA and in the model.

@@ -1,11 +1,10 @@
-"""Translate tensor names of Wan's models between the official files and diffusers or transformers.
+"""Translate tensor names of Wan's DiT, VAE, UMT5 and CLIP between the official files and diffusers or transformers.
 
-The models are DiT, VAE, UMT5 and CLIP. Each model has one table of names. A DiT block has three layer norms,
-but only the layer norm in front of the cross-attention has parameters. This layer norm is norm3 in official files and norm2
+A DiT block has three layer norms, but only the one in front of the cross-attention has parameters: norm3 in official files, norm2
 in diffusers.
 
-Sources: `model.py`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of the official Wan 2.1 and 2.2 repositories, and
-diffusers' conversions of the published files.
+Sources: `model.py`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of the official Wan 2.1 and 2.2 repositories, and diffusers'
+conversions of the published files.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from functools import cached_property
 from wands.errors import CheckpointError
 
 EXPERTS = ("transformer", "transformer_2")
-"""diffusers' names of the DiTs in a pipeline. "transformer" is the only DiT or the high-noise expert, and
-"transformer_2" is the low-noise expert.
-"""
+"""diffusers' names of the DiTs in a pipeline: the only DiT or the high-noise expert, and the low-noise expert."""
 COMFYUI_DIT = "model.diffusion_model."
 COMFYUI_LORA = "diffusion_model."
 DIT_PREFIXES = (COMFYUI_DIT, COMFYUI_LORA, "model.")
@@ -33,15 +30,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class NameMap:
-    """One-to-one map between a model's official module names and its module names in diffusers or transformers.
+    """One-to-one map between a model's official module names and those in diffusers; for UMT5 and CLIP, those in transformers.
 
-    In a tensor name, a suffix after the module name, such as ".weight", does not change. For UMT5 and CLIP, "diffusers name"
-    means the name in transformers.
+    A suffix after the module name in a tensor name, such as ".weight", does not change.
 
     Attributes:
-        outside: maps official names to diffusers names, for modules and parameters outside the numbered blocks.
-        block: maps official names to diffusers names inside a numbered block, without the prefix "blocks.0." of the block.
-        prefixes: (text before a block's number in official names, text before a block's number in diffusers names).
+        outside: official to diffusers names outside the numbered blocks.
+        block: official to diffusers names inside a numbered block, without the prefix of the block.
+        prefixes: text before a block's number in (official, diffusers) names.
     """
 
     outside: Mapping[str, str]
@@ -49,11 +45,7 @@ class NameMap:
     prefixes: tuple[str, str] = ("blocks.", "blocks.")
 
     def to_diffusers(self, name: str) -> str:
-        """Translate the official name of a tensor or module to its diffusers name.
-
-        Raises:
-            KeyError: if the official model has no such module.
-        """
+        """Translate the official name of a tensor or module to its diffusers name; raise KeyError for an unknown module."""
         number = re.match(re.escape(self.prefixes[0]) + r"(\d+)\.", name) if self.block else None
         start, table = (f"{self.prefixes[1]}{number[1]}.", self.block) if number else ("", self.outside)
         words = name[number.end() if number else 0 :].split(".")
@@ -63,11 +55,7 @@ class NameMap:
         raise KeyError(name)
 
     def to_official(self, name: str) -> str:
-        """Translate the diffusers name of a tensor or module to its official name.
-
-        Raises:
-            KeyError: if the diffusers model has no such module.
-        """
+        """Translate the diffusers name of a tensor or module to its official name; raise KeyError for an unknown module."""
         return self.inverse.to_diffusers(name)
 
     @cached_property
@@ -155,15 +143,9 @@ _VAE_RESIDUAL = {
 
 
 def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
-    """Read the structure of a VAE from its tensor names.
+    """Return (residual blocks in each level of the encoder, whether each level has a separate list of layers, as in Wan 2.2).
 
-    Args:
-        names: tensor names in the official or the diffusers layout.
-        where: start of the error messages, such as "model.path=DIR".
-
-    Returns:
-        (num_res_blocks, nested). num_res_blocks is the number of residual blocks in each level (resolution) of the encoder.
-        nested is True if each level has a separate list of layers, as in Wan 2.2.
+    `names` are tensor names of a VAE in the official or the diffusers layout. `where` starts the error.
 
     Raises:
         CheckpointError: if the VAE has no downsampling layer, which every Wan VAE has.
@@ -182,16 +164,7 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
 
 
 def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
-    """Return the map between the official and the diffusers tensor names of a VAE.
-
-    The encoder and the decoder of the official Wan 2.1 VAE each have one flat list of layers. diffusers groups the
-    decoder's layers into blocks.
-
-    Args:
-        num_res_blocks: number of residual blocks in each level (resolution) of the encoder. Each level of the decoder has
-            one block more.
-        nested: whether each level has a separate list of layers in the official file, as in Wan 2.2.
-    """
+    """Return the name map of a VAE from the result of `vae_structure`; each level of the decoder has one block more."""
     table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
 
     def add(old: str, new: str, modules: Mapping[str, str]) -> None:
@@ -222,11 +195,10 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
 
 
 def split_prefix(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Remove the prefix of a DiT (see `DIT_PREFIXES`) from tensor names.
+    """Remove the prefix of a DiT (see `DIT_PREFIXES`) from tensor names; return ({new name: old name}, other names).
 
-    Returns:
-        (names of the DiT, other names). The first is a dict that maps each new name to its old name. If names have the prefix, a
-        name without it belongs to another model of the same file. If no name has it, all names are returned unchanged.
+    If names have the prefix, one without it belongs to another model of the same file. If no name has it, all are returned
+    unchanged.
     """
     names = list(names)
     for prefix in DIT_PREFIXES:
@@ -237,16 +209,12 @@ def split_prefix(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -> dict[str, str]:
-    """Translate tensor names, and return a dict that maps each new name to its old name.
+    """Translate tensor names with a function such as `NameMap.to_diffusers`; return {new name: old name}.
 
-    Args:
-        names: names to translate.
-        rename: function that maps a name to its new name, such as `NameMap.to_diffusers`. The function raises KeyError
-            for an unknown name.
-        where: start of the error messages, such as "model.path=DIR".
+    `where` starts the errors.
 
     Raises:
-        CheckpointError: if `rename` does not know a name, or two names get the same new name.
+        CheckpointError: if `rename` raises KeyError for a name, or two names get the same new name.
     """
     renamed: dict[str, str] = {}
     unknown = []
@@ -270,16 +238,7 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
 
 
 def check_fit(found: Shapes, wanted: Shapes, where: str) -> None:
-    """Check that the tensors in files have the names and shapes of a model's parameters.
-
-    Args:
-        found: maps a tensor name in the files to its shape.
-        wanted: maps a parameter name of the model to its shape.
-        where: start of the error messages, such as "model.path=DIR".
-
-    Raises:
-        CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
-    """
+    """Raise CheckpointError unless the tensors in files have the names and shapes of a model's parameters."""
     problems = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),

@@ -1,7 +1,7 @@
 """Find the models in official Wan repositories, and translate their configs to diffusers and transformers.
 
-An official `config.json` lacks some settings, because they are constants in the official code: text width, patch size
-and the kinds of norms. wands derives these settings from the names and shapes of the weights.
+Constants of the official code are not in its `config.json`: text width, patch size and the kinds of norms. wands derives them
+from the names and shapes of the weights.
 
 Sources: `wan/configs/`, `WanModel`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of Wan 2.1 and 2.2.
 """
@@ -49,18 +49,11 @@ LATENTS_22 = {
         0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
     ],
 }  # fmt: skip
-"""Mean and standard deviation of each latent channel of the Wan 2.2 VAE (48 channels). diffusers' defaults are the
-values of the Wan 2.1 VAE (16 channels).
-"""
+"""Statistics of each latent channel of the Wan 2.2 VAE. diffusers' defaults are those of the Wan 2.1 VAE (16 channels)."""
 
 
 def find_expert(root: Path, expert: str) -> Path | None:
-    """Return the folder of a DiT in an official Wan repository, or None if the repository has no such DiT.
-
-    Args:
-        root: local folder of the repository.
-        expert: "transformer" for the only DiT or the high-noise expert, "transformer_2" for the low-noise expert.
-    """
+    """Return the folder of the DiT `expert`, one of `EXPERTS`, in an official Wan repository, or None if there is none."""
     folder = root / EXPERT_FOLDERS[expert]
     if (folder / "config.json").is_file():
         return folder
@@ -69,30 +62,23 @@ def find_expert(root: Path, expert: str) -> Path | None:
 
 
 def boundary_of(official_config: Mapping[str, Any]) -> float:
-    """Return the boundary_ratio of a model with two experts (DiTs for high and low noise), a number between 0 and 1.
+    """Return the boundary_ratio of a model with two experts; the high-noise expert has the timesteps from 1000 times this.
 
-    The high-noise expert is used at timesteps of at least boundary_ratio times 1000, and the low-noise expert at
-    smaller timesteps. The official code has one constant ratio for text-to-video and another one for image-to-video.
-
-    Args:
-        official_config: the official config.json of one of the experts, of which only "model_type" is read.
+    The official code has one constant for text-to-video and one for image-to-video. Only "model_type" of `official_config` is
+    read.
     """
     return _BOUNDARY.get(official_config.get("model_type", ""), _BOUNDARY["t2v"])
 
 
 def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the diffusers config of a DiT whose weights have official names.
+    """Return the diffusers config of a DiT from the shapes of its weights by official name. `where` starts the errors.
 
-    Args:
-        shapes: maps official names of the weights to their shapes.
-        official_config: the official config.json, for num_heads and eps, which the shapes do not contain. If num_heads is
-            missing, the number of heads is the model width divided by the entry head_dim, or by 128, the head dim of
-            published models. If eps is missing, eps is 1e-6.
-        where: start of the error messages, such as "model.path=DIR".
+    num_heads and eps come from `official_config`. Without num_heads, the head dim is its head_dim or 128, as in published models;
+    without eps, eps is 1e-6.
 
     Raises:
-        CheckpointError: if the weights lack a tensor that every Wan DiT has, or the config contradicts the shapes. The error
-            is also raised if num_heads does not divide the model width, or is missing and the head dim does not divide the width.
+        CheckpointError: if the weights lack a tensor that every Wan DiT has, the config contradicts the shapes, or the number of
+            heads does not divide the model width or cannot be computed.
     """
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
@@ -144,12 +130,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
 
 
 def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
-    """Return the contents of the official config.json of a DiT.
-
-    Args:
-        config: the diffusers config of the DiT.
-        variant: variant (kind of Wan model). `variant.name` contains the official model_type, such as "t2v".
-    """
+    """Return the contents of the official config.json of a DiT, from its diffusers config and variant."""
     return {
         "_class_name": OFFICIAL_CLASS,
         "_diffusers_version": "0.30.0",
@@ -161,13 +142,9 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `AutoencoderKLWan` config of a VAE whose weights have official names.
+    """Return the `AutoencoderKLWan` config of a VAE from the shapes of its weights by official name.
 
-    The official file does not contain the mean and standard deviation of the latents. The config gets the values of the
-    published VAE with the same number of latent channels.
-
-    Args:
-        shapes: maps official names of the weights to their shapes.
+    The official file lacks mean and standard deviation of the latents: they are those of the published VAE with as many channels.
     """
     base_dim, num_pixel_channels = shapes["encoder.conv1.weight"][:2]
     z_dim = shapes["conv2.weight"][0]
@@ -182,11 +159,7 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def umt5_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the arguments of transformers' `UMT5Config` for an official text encoder.
-
-    Args:
-        shapes: maps official names of the weights to their shapes.
-    """
+    """Return the arguments of transformers' `UMT5Config`."""
     vocab_size, d_model = shapes["token_embedding.weight"]
     num_buckets, num_heads = shapes["blocks.0.pos_embedding.embedding.weight"]
     return {
@@ -203,12 +176,9 @@ def umt5_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def clip_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the arguments of transformers' `CLIPVisionConfig` for an official CLIP file.
+    """Return the arguments of transformers' `CLIPVisionConfig`.
 
-    The shapes do not contain the number of attention heads. The returned number is 16, as in the published ViT-H/14.
-
-    Args:
-        shapes: maps official names of the weights to their shapes.
+    The shapes lack the number of heads: 16, as in the published ViT-H/14.
     """
     width, _, patch, _ = shapes["visual.patch_embedding.weight"]
     side = round((shapes["visual.pos_embedding"][1] - 1) ** 0.5)

@@ -27,21 +27,13 @@ from wands.errors import CheckpointError, one_line
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt")
 TRAINING_STATES = ("generator_ema", "generator")
-"""Keys of the state dicts in a checkpoint of Self-Forcing and its relatives: the moving average, which their authors sample
-from, and the last weights."""
+"""State dicts in checkpoints of Self-Forcing and its relatives: the moving average, for sampling, and the last weights."""
 _CODES = {dtype: code for code, dtype in safetensors.torch._TYPES.items()}
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Tensor that is in a file, or that will be written to a file. Its values are read only when they are needed.
-
-    Attributes:
-        name: name of the tensor in the file.
-        shape: shape of the tensor in the file.
-        dtype: dtype of the tensor in the file.
-        read: function that returns the tensor with this shape and dtype. Each call reads the values again.
-    """
+    """Tensor that is in a file, or will be written to a file. Each call of `read` reads the values again."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,15 +55,14 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class TensorFiles:
     """Tensors of several files. A tensor is read only when `read` is called.
 
-    While a safetensors file is open, the tensors that were read from it stay in memory. If a model's file stayed open,
-    the whole model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
+    While a safetensors file is open, the tensors that were read from it stay in memory, so the whole model would be in memory
+    twice. Therefore `read` opens the file, copies one tensor and closes the file.
 
     Args:
         files: safetensors files, or pickles that contain only tensors.
@@ -79,8 +70,8 @@ class TensorFiles:
 
     Attributes:
         metadata: metadata of all safetensors files, as one dict.
-        tensors: maps the name of each tensor to its `LazyTensor`.
-        training_state: the key of `TRAINING_STATES` from which a pickle's tensors were taken; "" for other files.
+        tensors: `LazyTensor` by name.
+        training_state: key of `TRAINING_STATES` from which a pickle's tensors were taken; "" for other files.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or a pickle contains anything other than tensors.
@@ -108,7 +99,7 @@ class TensorFiles:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor by its name in the file, and return it on the CPU.
+        """Return one tensor on the CPU.
 
         Raises:
             CheckpointError: if the file is missing or damaged, or a value is NaN or infinite.
@@ -158,11 +149,7 @@ class TensorFiles:
 
 @contextmanager
 def open_safetensors(path: Path, where: str) -> Iterator[Any]:
-    """Open a safetensors file for a `with` block.
-
-    Args:
-        path: the file.
-        where: start of the error messages, such as "model.path=DIR".
+    """Open a safetensors file for a `with` block. `where` starts the error messages.
 
     Raises:
         CheckpointError: if the file is missing, is damaged or is a GGUF file. The message names the file.
@@ -194,16 +181,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_finite(name: str, value: Tensor, where: str) -> None:
-    """Check that a weight contains neither NaN nor infinite values, with which a model samples only black videos.
-
-    Args:
-        name: name of the weight, for the error message.
-        value: the weight.
-        where: start of the error message, which names the file.
-
-    Raises:
-        CheckpointError: if a value is NaN or infinite.
-    """
+    """Raise CheckpointError if a weight contains NaN or infinite values, with which a model samples only black videos."""
     if not _is_finite(value):
         raise CheckpointError(
             f"{where} has NaN or infinite values in {name}, so the model would give only black videos. Use a file whose weights "
@@ -214,13 +192,10 @@ def check_finite(name: str, value: Tensor, where: str) -> None:
 def check_model(
     model: nn.Module, where: str, folder: Callable[[], Path] | None = None, stem: str = ""
 ) -> None:
-    """Check that a model that is already loaded contains neither NaN nor infinite values. The files are not read again.
+    """Check that a loaded model on the CPU contains neither NaN nor infinite values, without reading the files again.
 
-    Args:
-        model: the model on the CPU.
-        where: start of the error message.
-        folder: function that returns the folder of the model's files. It is called only to name the file of a wrong weight.
-        stem: name of the files without suffix, as for `find_weights`.
+    `folder` returns the folder of the model's files, and `stem` is as for `find_weights`; they only serve to name the file of a
+    wrong weight.
 
     Raises:
         CheckpointError: if a weight contains NaN or infinite values. The message names the weight and its file.
@@ -241,15 +216,10 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def sample_digest(files: Sequence[Path], where: str) -> str:
-    """Return a digest of the names, dtypes and shapes of all tensors, and of 192 bytes of each tensor.
+    """Return a digest of the names, dtypes and shapes of all tensors, and of 192 bytes (start, middle and end) of each tensor.
 
-    The bytes are from the start, the middle and the end of the tensor, so only a small part of the files is read. A change
-    of other bytes is not detected. The digest does not depend on how the tensors are distributed over files, or on the
-    names of the files.
-
-    Args:
-        files: safetensors files.
-        where: start of the error messages, such as "model.path=DIR".
+    Changes of other bytes are not detected. The digest does not depend on the names of the files or how tensors are divided over
+    them.
 
     Raises:
         CheckpointError: if a file is missing or damaged.
@@ -268,15 +238,9 @@ def sample_digest(files: Sequence[Path], where: str) -> str:
 
 
 def find_weights(folder: Path, stem: str) -> list[Path]:
-    """Return the safetensors files of a model.
+    """Return the safetensors files of a model, empty if there are none: one file, several that an index lists, or numbered files.
 
-    A model has one file, several files that an index lists, or numbered files without an index. If the folder contains no
-    weights, return an empty list.
-
-    Args:
-        folder: folder of the model.
-        stem: file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers
-            model.
+    `stem` is the file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers model.
 
     Raises:
         CheckpointError: if the index is damaged, or the weights are pickles.
@@ -305,18 +269,9 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
 def write_sharded(
     folder: Path, stem: str, tensors: Sequence[LazyTensor], max_shard_size: int | str = "5GB"
 ) -> list[Path]:
-    """Write tensors to safetensors files of limited size. If there are several files, also write an index.
+    """Write tensors, in this order, to safetensors files of limited size, with an index if there are several; return their paths.
 
-    Args:
-        folder: existing folder.
-        stem: file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers
-            model.
-        tensors: tensors to write. The files are filled with the tensors in this order.
-        max_shard_size: largest total size of the tensors in a file: a number of bytes, or a text such as "5GB". A larger tensor
-            gets a separate file.
-
-    Returns:
-        The paths of the written safetensors files.
+    A tensor larger than `max_shard_size`, bytes or a text such as "5GB", gets a separate file. `stem` is as for `find_weights`.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
@@ -337,11 +292,10 @@ def write_sharded(
 def write_safetensors(
     path: Path, tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write one safetensors file, and return its hash (see `hash_file`). At most one tensor is in memory at a time.
+    """Write one safetensors file, with at most one tensor in memory at a time, and return its hash (see `hash_file`).
 
-    In contrast, the safetensors package needs all tensors in memory, and makes the file readable only for its owner. This
-    function gives the file the default permissions of a new file.
-
+    The safetensors package needs all tensors in memory, and makes the file readable only for its owner; this file has the default
+    permissions.
     Source: the description of the format in the README of the safetensors repository.
     """
     # Wide dtypes first, as in the safetensors package, so that every tensor starts at a multiple of its item size.
@@ -373,26 +327,13 @@ def _checked_bytes(tensor: LazyTensor) -> memoryview:
 
 
 def hash_file(path: Path, digest: Any = xxhash.xxh3_128) -> str:
-    """Return the hash of a file in hexadecimal digits.
-
-    `digest` is the hash function, as for `hashlib.file_digest`. The default, XXH3 with 128 bits, finds damage but not forgery.
-    """
+    """Return the hash of a file in hexadecimal digits. The default, XXH3 with 128 bits, finds damage but not forgery."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, digest).hexdigest()
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
-    """Read files that were just written, and check that they contain the tensors in `tensors`, bit for bit.
-
-    Args:
-        tensors: tensors that the files must contain.
-        files: the written files.
-        command: name of the wands command, for error messages.
-
-    Raises:
-        CheckpointError: if a tensor is missing from the files, or a tensor in the files differs from the tensor in
-            `tensors`.
-    """
+    """Read written files again, and raise CheckpointError if they do not contain `tensors`, bit for bit."""
     written = TensorFiles(files, command)
     if written.tensors.keys() != {tensor.name for tensor in tensors}:
         raise CheckpointError(
@@ -406,8 +347,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor.
-
-    Unlike a comparison of the values, a comparison of the bytes treats two NaN values with the same bits as equal.
-    """
+    """Return the bytes of a tensor as flat uint8. Equal NaN bits compare as equal, unlike NaN values."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
