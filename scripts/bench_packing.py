@@ -119,7 +119,7 @@ def decreasing(fit: Callable[..., Bins]) -> Callable[[np.ndarray, int], Bins]:
 
 
 def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
-    """Pack the clips into bins (packed sequences), so that all clips of a bin have equal length (bucketing)."""
+    """Pack the clips into bins, so that all clips of a bin have equal length (bucketing)."""
     bins: Bins = []
     for length in np.unique(lens).tolist():
         clips = np.flatnonzero(lens == length).tolist()
@@ -129,7 +129,7 @@ def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def in_random_steps(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Put the bins (packed sequences) into random order, and cut the order into steps of `dp_size` bins.
+    """Put the bins into random order, and cut the order into steps of `dp_size` bins.
 
     If the last step has fewer than `dp_size` bins, empty bins are added.
     """
@@ -139,7 +139,7 @@ def in_random_steps(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndar
 
 
 def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], list[Bins]]:
-    """Return a function that forms training steps from bins (packed sequences) of similar cost.
+    """Return a function that forms training steps from bins of similar cost.
 
     The function puts the bins into random order, and cuts this order into windows of `num_steps` steps. Inside each window, it
     sorts the bins by cost. Consecutive bins then form a step.
@@ -159,7 +159,7 @@ def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], 
 
 
 def in_buckets(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Sort the bins (packed sequences) by clip length, and cut the order into steps of `dp_size` bins.
+    """Sort the bins by clip length, and cut the order into steps of `dp_size` bins.
 
     All clips of a bin have one length, so most steps contain clips of one length. A step at the border between two
     lengths contains both lengths. If the last step has fewer than `dp_size` bins, empty bins are added.

@@ -78,7 +78,7 @@ def weights_of(shape: DiTShape) -> tuple[Weight, ...]:
 class Setting:
     """Settings of a prediction that do not depend on the model.
 
-    The settings are the GPU, the checkpointing, the communication dtype, and the bins (packed sequences) per step.
+    The settings are the GPU, the checkpointing, the communication dtype, and the bins per step.
     """
 
     machine: Machine = H100

@@ -341,7 +341,7 @@ class PackOptions(RecipeOptions):
     """
 
     out: Path
-    """File to write the bins (packed sequences) of the epoch to, in JSON-lines format (.jsonl)."""
+    """File to write the bins of the epoch to, in JSON-lines format (.jsonl)."""
     epoch: Annotated[int, Field(ge=0)] = 0
     """Number of the epoch to plan. The first epoch has the number 0."""
 
@@ -451,7 +451,7 @@ class TrainOptions(LauncherOptions):
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""
     plan: Path | None = None
-    """File that `wands pack --out` wrote for one epoch. In this epoch, training uses exactly the bins (packed sequences)
+    """File that `wands pack --out` wrote for one epoch. In this epoch, training uses exactly the bins
     and steps in the file. Other epochs are packed as usual. The option sets the recipe key packing.plan."""
     show_timesteps: bool = False
     """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""

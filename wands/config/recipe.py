@@ -223,13 +223,13 @@ class AttentionConfig(StrictModel):
 
 
 class ParallelConfig(StrictModel):
-    """Context and tensor parallelism: several ranks (processes) share one bin (the clips of one forward pass). The number of
+    """Context and tensor parallelism: several ranks (processes) share one bin. The number of
     all ranks is dp x ring_degree x ulysses_degree x tensor_degree, where dp is the number of groups that process different
     bins. For context parallelism, set `cp_size` or its two degrees. If these three keys are unset, there is none.
     """
 
     cp_size: int | None = Field(default=None, ge=1)
-    """Number of ranks that divide the tokens of one bin (the clips of one forward pass). Increase the number if one clip does
+    """Number of ranks that divide the tokens of one bin. Increase the number if one clip does
     not fit a GPU. If only `cp_size` is set, wands uses the largest valid Ulysses degree, and the ring degree is
     cp_size / ulysses_degree. If this key is unset, the number is ulysses_degree x ring_degree."""
     ulysses_degree: int | None = Field(default=None, ge=1)
@@ -258,7 +258,7 @@ class ParallelConfig(StrictModel):
 
     @property
     def group_size(self) -> int:
-        """Number of ranks that share one bin (the clips of one forward pass): `context_size` x `tensor_degree`."""
+        """Number of ranks that share one bin: `context_size` x `tensor_degree`."""
         return self.context_size * self.tensor_degree
 
 
@@ -325,7 +325,7 @@ class DataConfig(StrictModel):
     exclude: Annotated[list[str], BeforeValidator(_read_keys)] = Field(default_factory=list)
     """Exclude samples from training: a list of sample keys, or the path of a text file with one sample key per line. In
     the file events.jsonl of a run, the key of a sample is its `sample_id`. You may change the list when you resume a
-    run. The other samples stay in their steps and bins (packed sequences): an excluded sample only makes its bin
+    run. The other samples stay in their steps and bins: an excluded sample only makes its bin
     shorter. A step whose samples are all excluded is counted, but changes no weight."""
     mock: MockConfig | None = None
     """Train on random data instead of a cache. Leave this section unset if you use `cache` or `sources`."""
@@ -356,7 +356,7 @@ class PackingConfig(StrictModel):
     time. Bins of different groups may have different amounts of work, so that one step can contain short and long
     clips."""
     buffer_size: int | None = Field(default=None, gt=0)
-    """Number of samples in the buffer from which wands fills the bins (packed sequences). If this key is unset, the
+    """Number of samples in the buffer from which wands fills the bins. If this key is unset, the
     buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
     files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as a buffer with
     all samples."""
@@ -504,7 +504,7 @@ class OptimConfig(StrictModel):
     """Scale the learning rate with the batch size. `linear` multiplies lr by f = train.bins_per_step / scale_lr_base.
     `sqrt` multiplies lr by the square root of f. `none` does not change lr."""
     scale_lr_base: int = Field(default=1, gt=0)
-    """Batch size for which lr was chosen, in bins (packed sequences) per step. If `train.bins_per_step` has this value,
+    """Batch size for which lr was chosen, in bins per step. If `train.bins_per_step` has this value,
     `scale_lr` does not change lr."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest allowed norm of the gradient of all parameters together. A larger gradient is scaled down to this norm. 0
