@@ -230,7 +230,7 @@ class ModelConversion:
         mapping = map_component(component, self.to)
         if is_dit and not self.dit_config:
             self.dit_config = mapping.config
-        self.variant = self._find_variant(mapping.config)
+            self.variant = self._find_variant(mapping.config)
         sources = mapping.sources
         chosen = DTYPES.get(self.options.dtype) if is_dit else None
         stock = stock_names(sources) if is_dit else {}
