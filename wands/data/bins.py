@@ -23,28 +23,22 @@ from wands.flow.rng import permutation, philox
 Bin = tuple[int, ...]
 """Sample indices of one forward pass. Empty bins, written as `()`, complete the last step of an epoch."""
 Contents = list[list[int]]
-"""Bins that contain lengths instead of samples. Each item of a bin is an index into an array of lengths in tokens. Most
-functions use the ascending array of distinct lengths."""
+"""Bins whose items are indices into an array of lengths in tokens, mostly that of the distinct lengths, ascending."""
 Key = tuple[int | str, ...]
 """First arguments of `philox` (random number generator), such as seed and epoch. Equal keys give equal random choices."""
 
 MAX_LENGTHS = 1024
-"""Largest number of distinct sample lengths that are packed without rounding. If there are more distinct lengths, all lengths
-are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. Packing is fast if many samples have equal lengths."""
+"""Largest number of distinct lengths that are packed without rounding up to multiples of capacity / `ROUNDED`."""
 ROUNDED = 4096
 """Number of equal units into which the capacity of a bin (`max_tokens`) is divided if lengths are rounded up to whole units."""
 PART = 20_000
-"""Typical number of clips in a part of a large data set. To save time, a data set of at least 2 * `PART` clips is divided into
-parts with the same numbers of clips of each length. One part is packed, and the other parts get bins with the same lengths."""
+"""Number of clips of a part. From 2 * `PART` clips on, only one of several equal parts is packed, to save time."""
 ROUNDS = 30
-"""Number of rounds in which pairs of bins exchange samples to balance the costs of the bins. More rounds improve the balance
-only a little."""
+"""Number of rounds of exchanges between pairs of bins. More rounds improve the balance only a little."""
 SPLITS = 512
-"""Number of random splits that are compared for each pair of bins in a round of exchanges. A split divides the clips of both
-bins into two new bins."""
+"""Number of random splits that are compared for each pair of bins in a round of exchanges."""
 EXACT = 2**32
-"""Cost of the most expensive clip after scaling. All costs are multiplied by the same factor and rounded to integers.
-Float64 sums of millions of these integers are exact."""
+"""Cost of the most expensive clip after scaling to integers. Float64 sums of millions of them are exact."""
 
 
 def pack_bins(

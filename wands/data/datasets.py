@@ -170,16 +170,16 @@ class CombinedDataset(SampleFacts):
 
 
 Dataset = Data | CombinedDataset
-"""Data of a run: a cache, mock data, or a combination of sources. The three classes have the same attributes and methods
-for reading. In a `CombinedDataset`, a sample may have several rows (uses in an epoch)."""
+"""Data of a run. The three classes have the same attributes and methods for reading."""
 
 
 def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> Dataset:
     """Open the data of a recipe, check that it fits the model, and select the samples of `data.split`.
 
-    The result is a `CombinedDataset` if the recipe repeats, weights, drops or selects samples or has several sources. With
-    `weight` instead of `repeat`, an epoch has as many samples as all sources together, with shares proportional to the weights.
-    `fingerprint` returns digests of the model's encoders; it is not called for mock data.
+    The result is a `CombinedDataset` if there are several sources, the recipe repeats samples, `data.split` removes samples, or
+    `loss_weight` or `caption_dropout` is set. With `weight` instead of `repeat`, an epoch has as many samples as all sources
+    together, with shares proportional to the weights. `fingerprint` returns digests of the model's encoders; it is not called for
+    mock data.
 
     Raises:
         ConfigError: if the recipe names no data, or if `data.holdout` leaves no sample for training or for evaluation.

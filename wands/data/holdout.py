@@ -26,11 +26,9 @@ SUFFIX = re.compile(
 )
 """Suffixes that follow the clip's name in a key: time range, hash of the caption (`ClipRecord.key`), file extension."""
 PLACE = re.compile(r"(?:@(\d+\.\d+)(?:-(\d+\.\d+))?)?(?:~[0-9a-f]{8})?(?:#(\d+))?(?:#\d+x\d+)?\Z")
-"""End of a key, whose parts are all optional: start and end in seconds, hash of the caption, number of the window (one of
-several time ranges of a clip), frame size. The groups are start, end and number of the window."""
+"""End of a key, all parts optional: time range, caption hash, window, frame size. Groups: start, end, window."""
 TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
-"""Results of the split of the data into training and held-out samples. Each sample gets one result. GAP: too close in time to a
-held-out sample of the same film. DUPLICATE: nearly equal to a held-out sample. GAP and DUPLICATE samples are not used."""
+"""Sides of a sample. GAP: too close in time to a held-out sample of its film; DUPLICATE: nearly equal to one. Neither is used."""
 Range = tuple[float, float]
 MIN_WINDOWS = 8
 FEW_FILMS = 2.0

@@ -22,30 +22,26 @@ from wands.errors import DataError
 from wands.flow.rng import permutation
 
 Step = tuple[Bin, ...]
-"""All bins (packed sequences) of one optimizer step. In each micro step of the optimizer step, each data-parallel rank
-processes one bin."""
+"""All bins of one optimizer step. In each micro step, each data-parallel rank processes one of them."""
 Cost = Callable[[Sequence[int]], float] | tuple[float, float] | np.ndarray
 """Costs of the samples, whose sum is the cost of a bin, in one of three forms.
 
-The first form is a function of the lengths L of the bin's samples, such as ``DiTShape.forward_flops``. The function must be
-additive: the cost of a bin is the sum of the costs of its samples. The second form is the pair of coefficients (a, b) in
-the cost a * sum(L) + b * sum(L^2). The third form is the cost of each sample, float64 [N].
+An additive function of the lengths L of the bin's samples, such as ``DiTShape.forward_flops``; the pair (a, b) in the cost a *
+sum(L) + b * sum(L^2); or the cost of each sample, float64 [N].
 """
 
 LEVEL = 0.987
 """Smallest allowed efficiency of the full steps of an epoch: the sum of the costs of all bins / the sum of their times.
 
-The bins are sorted by cost and divided into ranges. The time of a bin, including waiting, is estimated as the highest cost in
-its range. Longer ranges make the sample lengths in a step more similar to the whole data, but lower the efficiency.
+The time of a bin, including waiting, is the highest cost in its range. Longer ranges make the sample lengths in a step more
+similar to the whole data, but lower the efficiency.
 """
 
 MAX_CUTS = 96
 """Largest number of ranges into which the bins, sorted by cost, are divided."""
 
 WAITS = 1024
-"""Number of units into which the longest allowed waiting time is divided. Waiting time is the time in which ranks wait for the
-rank with the most expensive bin. `_best_cuts` divides the bins into ranges of similar cost, and counts waiting time in whole
-units."""
+"""Number of units into which `_best_cuts` divides the longest allowed waiting time."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +110,9 @@ def plan_epoch(
     an epoch is unbiased: every sample is in one step, and all steps divide their loss by the same number.
 
     Each of the `windows` (int64 sample indices in reading order, none empty, no index twice) is packed separately. Bins that do
-    not fill a step are combined with bins of the next windows. `keys` is for error messages. `level_bins`, a divisor of
-    `bins_per_step`, is the number of bins processed at the same time (default: all of a step), which get similar costs.
+    not fill a step are combined with bins of the next windows. The number of steps is the same in every epoch if the lengths in
+    each window are (see `count_steps`). `keys` is for error messages. `level_bins`, a divisor of `bins_per_step`, is the number
+    of bins processed at the same time (default: all of a step), which get similar costs.
 
     Raises:
         DataError: if a sample has more than `max_tokens` tokens, or there is no sample.
@@ -224,7 +221,7 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """Return a function that computes the cost (such as FLOPs) of a bin (packed sequence) from the indices of its samples."""
+    """Return a function that computes the cost of a bin from the indices of its samples."""
     costs = _sample_costs(seq_lens, cost)
     return lambda bin: sum(costs[i] for i in bin)
 

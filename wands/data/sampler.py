@@ -61,7 +61,7 @@ class RepeatSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the `repeat` of every source is an integer. If so, all epochs have the same rows (uses of samples)."""
+        """Whether the `repeat` of every source is an integer. If so, all epochs have the same rows."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[tuple[int, int], ...]:
@@ -233,14 +233,14 @@ class PlanSampler:
         return self._first_epoch + bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch: its optimizer steps, each with its bins (packed sequences)."""
+        """Return the plan of an epoch: its optimizer steps, each with its bins."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)
         return self._plan[1]
 
     def step_plan(self, step: int) -> StepPlan:
-        """Return the plan of a global step: its bins (packed sequences), and the numbers of samples and tokens."""
+        """Return the plan of a global step: its bins, and the numbers of samples and tokens."""
         epoch = self.epoch_of(step)
         plan = self.epoch_plan(epoch)
         step_in_epoch = step - self.first_step(epoch)

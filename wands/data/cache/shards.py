@@ -30,8 +30,7 @@ from wands.values import check_values
 
 T = TypeVar("T")
 LIBVER = ("v110", "v110")
-"""(oldest, newest) version of the HDF5 file format that h5py may write. HDF5 1.10 and later can read these files. With
-"latest", only the newest HDF5 could read the files."""
+"""(oldest, newest) HDF5 format to write, for HDF5 1.10 and later. With "latest", only the newest HDF5 could read the files."""
 TEXTS = ("keys", "shard_names", "shard_ids", "license_names")
 """Arrays of `CacheIndex` that contain texts."""
 _SHARD_NAME = re.compile(r"shard-\d{5,}\.h5")
@@ -83,15 +82,13 @@ class IndexEntry:
     offsets: tuple[int, ...]
     """Position in bytes in the shard at which each array of the cache starts; 0 for an array that the sample lacks."""
     video: str = ""
-    """Digest of the video that the latents were made from: the file, the time range, the crop and the mask. The caption does
-    not change the digest. Empty for imported latents."""
+    """Digest of file, time range, crop and mask, from which the latents were made. Empty for imported latents."""
     last: bool = False
-    """Whether the sample contains the last window (range of frames) of its clip."""
+    """Whether the sample contains the last window of its clip."""
     signature: tuple[int, int] = (0, 0)
     """Bits by which nearly equal videos are found (`wands.data.holdout.signature`)."""
     display_size: tuple[str, ...] = ()
-    """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
-    imported latents."""
+    """Width and height in square pixels as texts such as "640" or "2560/3". Empty for imported latents."""
     matrix: str = ""
     """`VideoInfo.matrix` of the source video. Empty for small videos and in samples of earlier versions."""
     license: str = ""

@@ -29,8 +29,7 @@ MAX_LATENT_BYTES = 1 << 30
 """Largest size in bytes of an archive member with the latents of one sample."""
 
 MAX_GROWTH = 100
-"""Largest ratio of the total size of an archive's members to the size of the archive. Compressed zeros and sparse files can have
-a larger ratio, and fill the disk."""
+"""Largest ratio of members to archive in bytes. Compressed zeros and sparse files can exceed it, and fill the disk."""
 
 
 def is_tar(path: Path) -> bool:

@@ -111,7 +111,7 @@ def _find_listing(source: Source) -> Path | None:
 
 
 def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a listing (a file such as a table) names. The name of the file decides the format."""
+    """Yield the clips that a listing names. The name of the file decides the format."""
     file = listing.file
     if file.name == _MERGE:
         yield from _scan_merged(listing)

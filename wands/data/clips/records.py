@@ -27,8 +27,7 @@ MAX_PATH = 4096
 """Longest path in bytes on Linux. Unicode normalization of a much longer text could take minutes."""
 
 Part = tuple[float | None, float | None, Crop | None, tuple[FoundFile, ...]]
-"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, files next to the clip). None is the start of the
-file, the end of the file, and the whole frame."""
+"""(start in seconds, end in seconds, crop, files next to the clip). None is the start, the end, and the whole frame."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ _UNREAD_VIDEOS = (
 _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
 # fmt: on
 _UNREAD = dict.fromkeys(_UNREAD_VIDEOS, ".mp4") | dict.fromkeys(_UNREAD_IMAGES, ".png")
-"""Maps extensions of videos and images that wands cannot read to the extension of a format that wands can read. Files with these
-extensions are rejected, and the error message names the format to convert to."""
+"""Format to convert to, for the extensions of videos and images that wands cannot read."""
 MIN_FRAMES = 8
 """Smallest number of numbered images that are taken for the frames of a video."""
 _FRAME = re.compile(r"(.*?)(\d{1,9})(\.\w+)", re.DOTALL)

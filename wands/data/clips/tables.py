@@ -22,8 +22,7 @@ from wands.files import atomic_path
 
 _FIX_QUOTES = 'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
 NumberedRow = tuple[int, dict[str, Any] | str]
-"""(number, row). The number is the line or item, from 1. The row is a dictionary with lower-case column names. For an
-unreadable row, a string with the reason replaces the dictionary."""
+"""(number of the line or item from 1, row with lower-case column names, or the reason why it is unreadable)."""
 
 
 def read_lines(file: Path) -> list[str]:

@@ -30,12 +30,9 @@ from wands.texts import printable
 
 _Settings = dict[str, Any]
 MAX_BYTES = 1 << 16
-"""Largest size in bytes of another trainer's dataset configuration file. The limit bounds the time to read the file, because
-`tomllib` needs quadratic time for a key of many parts, such as a.b.c.
-"""
+"""Largest size of a configuration in bytes: `tomllib` needs quadratic time for a key of many parts, such as a.b.c."""
 SECTION_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
-"""Functions that read the clips of a source, or of a section of another trainer's dataset configuration. Each function reads one
-layout, such as a tar archive. The functions are tried in the listed order."""
+"""Layouts of a section, in the order in which they are tried."""
 # Folders whose sub-folders the trainers do not read, then other sources.
 _FOLDERS = ("image_directory", "video_directory", "path")
 _CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")
@@ -50,8 +47,7 @@ _NOTES = {
     "num_repeats": "encode these clips into a separate cache, and set data.sources[].repeat in the recipe",
     "source_fps": "not used, because the frame rate is read from each video",
 }
-"""Messages for the user about settings of other trainers that wands does not apply, by name of the setting. `_note` makes the
-messages about sizes and numbers of frames."""
+"""Messages about settings that wands does not apply. `_note` makes those about sizes and numbers of frames."""
 
 
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:

@@ -42,7 +42,7 @@ FILE_RATIO = 0.01
 
 @dataclass
 class DecodedClip:
-    """One window (range of frames) of a clip, decoded and resized for the VAE.
+    """One window of a clip, decoded and resized for the VAE.
 
     Attributes:
         frames: uint8 [F, H, W, 3] RGB. F is 1 + a multiple of `ClipSpec.frame_stride`; H and W are multiples of

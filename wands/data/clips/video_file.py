@@ -44,8 +44,7 @@ _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 
 HD_LINES = 720
-"""Number of lines from which a video without a tag is taken to have the color matrix BT.709, as in players. Smaller videos are
-taken to have BT.601."""
+"""Lines from which an untagged video is taken to be BT.709, as in players. Smaller videos are taken to be BT.601."""
 ASSUMED = "BT.709, assumed"
 TAGGED = "as the file says"
 _UNSPECIFIED = 2  # AVCOL_SPC_UNSPECIFIED, for which PyAV has no name
