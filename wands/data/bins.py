@@ -32,7 +32,7 @@ MAX_LENGTHS = 1024
 ROUNDED = 4096
 """Number of equal units into which the capacity of a bin (`max_tokens`) is divided if lengths are rounded up to whole units."""
 PART = 20_000
-"""Number of clips of a part. From 2 * `PART` clips on, only one of several equal parts is packed, to save time."""
+"""Typical number of clips of a part. From 2 * `PART` clips on, only one of several equal parts is packed, to save time."""
 ROUNDS = 30
 """Number of rounds of exchanges between pairs of bins. More rounds improve the balance only a little."""
 SPLITS = 512
@@ -92,7 +92,7 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into parts of at least `PART` samples with the same number of each length, and a remainder.
+    """Divide the samples into parts of about `PART` to 2 * `PART` samples with the same number of each length, and a remainder.
 
     Return (counts of one part, number of parts) and (counts of the remainder, 1). Fewer than 2 * `PART` samples are one part.
     """

@@ -77,7 +77,7 @@ class RepeatSchedule:
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """Return the row numbers of an epoch, int64, in ascending order. A row is one use of a sample."""
+        """Return the row numbers of an epoch, int64, in ascending order."""
         rows: list[np.ndarray] = []
         sources = zip(self._first_rows, self.repeats, self._orders, self.phase(epoch), strict=False)
         for first, repeat, order, (begin, count) in sources:
@@ -260,7 +260,7 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the row numbers that an epoch uses, int64, or None if the epoch uses all rows. A row is one use of a sample."""
+        """Return the row numbers that an epoch uses, int64, or None if the epoch uses all rows."""
         if epoch in self.given:
             return np.array([i for step in self.given[epoch].steps for bin in step for i in bin], np.int64)
         return None if self.schedule is None else self.schedule.rows(epoch)
