@@ -1,19 +1,14 @@
-"""Pack clips into as few bins (packed sequences) as possible, then balance the cost of the bins by exchanging clips.
+"""Pack clips into as few bins as possible, then balance the cost of the bins by exchanging clips.
 
-A bin holds the clips of one forward pass, at most `max_tokens` tokens. The length of a clip is its number of tokens.
+Three packing algorithms run, and the result with the fewest bins is used. Then pairs of bins exchange clips, differently in every
+epoch. Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of length squared:
 
-Three simple packing algorithms run, and the result with the fewest bins is used. The number of bins depends on the
-lengths alone. Then pairs of bins exchange clips to balance the costs of the bins. The exchanges differ in every epoch.
+1. Packing gives the bins [6, 6, 4] and [4, 4], with the costs 88 and 32.
+2. The bins exchange a 6 for a 4: [6, 4, 4] and [6, 4], with the costs 68 and 52.
+3. Each length is replaced by a random clip of this length.
 
-Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of length squared:
-
-1. Packing divides the lengths into the bins [6, 6, 4] and [4, 4]. Their costs are 36 + 36 + 16 = 88 and 16 + 16 = 32.
-2. The two bins exchange a length 6 for a length 4: [6, 4, 4] and [6, 4]. The costs are 68 and 52.
-3. Each length in a bin is replaced by a clip of this length, in random order: each 6 by one of the two clips of 6
-   tokens, each 4 by one of the three clips of 4 tokens.
-
-Steps 1 and 2 work on lengths instead of clips. This is fast, because many clips have the same length. All costs are
-integers, whose sums are exact in any order. So the bins are the same on every machine.
+Steps 1 and 2 work on lengths, which is fast because many clips share a length. All costs are integers, whose sums are exact in
+any order, so the bins are the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,47 +23,32 @@ from wands.flow.rng import permutation, philox
 Bin = tuple[int, ...]
 """Sample indices of one forward pass. Empty bins, written as `()`, complete the last step of an epoch."""
 Contents = list[list[int]]
-"""Bins that contain lengths instead of samples. Each item of a bin is an index into an array of lengths in tokens. Most
-functions use the ascending array of distinct lengths."""
+"""Bins whose items are indices into an array of lengths in tokens, mostly that of the distinct lengths, ascending."""
 Key = tuple[int | str, ...]
 """First arguments of `philox` (random number generator), such as seed and epoch. Equal keys give equal random choices."""
 
 MAX_LENGTHS = 1024
-"""Largest number of distinct sample lengths that are packed without rounding. If there are more distinct lengths, all lengths
-are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. Packing is fast if many samples have equal lengths."""
+"""Largest number of distinct lengths that are packed without rounding up to multiples of capacity / `ROUNDED`."""
 ROUNDED = 4096
 """Number of equal units into which the capacity of a bin (`max_tokens`) is divided if lengths are rounded up to whole units."""
 PART = 20_000
-"""Typical number of clips in a part of a large data set. To save time, a data set of at least 2 * `PART` clips is divided into
-parts with the same numbers of clips of each length. One part is packed, and the other parts get bins with the same lengths."""
+"""Typical number of clips of a part. From 2 * `PART` clips on, only one of several equal parts is packed, to save time."""
 ROUNDS = 30
-"""Number of rounds in which pairs of bins exchange samples to balance the costs of the bins. More rounds improve the balance
-only a little."""
+"""Number of rounds of exchanges between pairs of bins. More rounds improve the balance only a little."""
 SPLITS = 512
-"""Number of random splits that are compared for each pair of bins in a round of exchanges. A split divides the clips of both
-bins into two new bins."""
+"""Number of random splits that are compared for each pair of bins in a round of exchanges."""
 EXACT = 2**32
-"""Cost of the most expensive clip after scaling. All costs are multiplied by the same factor and rounded to integers.
-Float64 sums of millions of these integers are exact."""
+"""Cost of the most expensive clip after scaling to integers. Float64 sums of millions of them are exact."""
 
 
 def pack_bins(
     seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, seed: int | str, epoch: int
 ) -> list[Bin]:
-    """Pack all samples into bins (one bin is one forward pass) of at most `max_tokens` tokens, and balance the costs
-    of the bins.
+    """Pack all samples into bins of at most `max_tokens` tokens with balanced costs. Every epoch has the same number of bins.
 
-    Args:
-        seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
-        sample_costs: float64 [N], cost of each sample in any unit, such as FLOPs.
-        max_tokens: capacity of a bin in tokens.
-        seed: number or text that determines the random choices, usually `train.seed`.
-        epoch: number of the epoch. All epochs have the same number of bins, but the samples are combined differently.
-
-    Returns:
-        Bins, as tuples of sample indices, that together contain every sample exactly once. With at most `PART` samples and
-        at most `MAX_LENGTHS` distinct lengths, there are never more bins than with best-fit decreasing packing. Larger data
-        is packed in parts or with rounded lengths, so there may be more bins.
+    `seq_lens` is int64 [N], each at most `max_tokens`; `sample_costs` is float64 [N] in any unit. Return tuples of sample
+    indices. With at most `PART` samples and `MAX_LENGTHS` distinct lengths, there are never more bins than with best-fit
+    decreasing packing. Larger data is packed in parts or with rounded lengths, so there may be more.
     """
     short_lens, capacity = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
@@ -97,13 +77,7 @@ def _is_function_of_length(seq_lens: np.ndarray, sample_costs: np.ndarray) -> bo
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
-    """Return the number of bins (packed sequences) that `pack_bins` makes in every epoch. This function does not
-    balance the bins, so it is faster than `pack_bins`.
-
-    Args:
-        seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
-        max_tokens: capacity of a bin in tokens.
-    """
+    """Return the number of bins that `pack_bins` makes in every epoch; faster, because it does not balance them."""
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, counts = np.unique(seq_lens, return_counts=True)
     parts = _equal_parts(counts)
@@ -111,29 +85,16 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
-    """Reduce the number of distinct lengths, so that packing is fast. Return (length of each sample, capacity of a bin).
-
-    If there are at most `MAX_LENGTHS` distinct lengths, return `seq_lens` and the capacity `max_tokens` unchanged. Otherwise
-    divide the capacity into `ROUNDED` equal units. Return each length in units, rounded up, and the capacity `ROUNDED`.
-    """
+    """Return (lengths, capacity). More than `MAX_LENGTHS` distinct lengths are rounded up to units of capacity / `ROUNDED`."""
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
     return seq_lens, max_tokens
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into equal parts of about `PART` to 2 * `PART` samples each, and a remainder.
+    """Divide the samples into parts of about `PART` to 2 * `PART` samples with the same number of each length, and a remainder.
 
-    The equal parts have equally many samples of each length: for example, every part has three samples of 80 tokens. The
-    remainder contains the samples that are left over. Fewer than 2 * `PART` samples are not divided: one part contains all
-    samples, and the remainder is empty.
-
-    Args:
-        counts: int64 [D], number of samples of each length.
-
-    Returns:
-        Two pairs: (counts of one equal part, number of equal parts) and (counts of the remainder, 1). Counts are int64
-        [D], the number of samples of each length.
+    Return (counts of one part, number of parts) and (counts of the remainder, 1). Fewer than 2 * `PART` samples are one part.
     """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
@@ -142,15 +103,9 @@ def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.n
 def even_out(
     bins: Sequence[Bin], seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, key: Key
 ) -> list[Bin]:
-    """Balance the costs of bins (packed sequences) by exchanging samples. The number of bins does not change, and no
-    bin becomes empty.
+    """Balance the costs of bins by exchanging samples. The number of bins does not change, and no bin becomes empty.
 
-    Args:
-        bins: bins of sample indices, at least one bin, each with at least one sample.
-        seq_lens: int64 [N], number of tokens of each sample.
-        sample_costs: float64 [N], cost of each sample.
-        max_tokens: capacity of a bin in tokens.
-        key: numbers and texts that determine the random choices.
+    `bins` has at least one bin, and each bin at least one sample.
     """
     samples = [i for bin in bins for i in bin]
     position_of = {sample: position for position, sample in enumerate(samples)}
@@ -161,29 +116,20 @@ def even_out(
 
 
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack samples of the given lengths into bins (packed sequences) in three ways, and return the packing with the
-    fewest bins.
+    """Pack samples in three ways, and return the packing with the fewest bins, as lists of indices of `lengths`.
 
-    1. `best_fit` (best-fit decreasing) suits data whose short samples fill the gaps that long samples leave.
-    2. `fill_exactly` makes one bin after another as full as possible. This suits data where a few samples fill a bin. If
-       samples of several lengths can fill the bin equally well, the longest sample is chosen.
-    3. `fill_exactly` runs again. If samples of several lengths can fill the bin equally well, the choice is random.
+    1. `best_fit` suits data whose short samples fill the gaps that long samples leave.
+    2. `fill_exactly` suits data where a few samples fill a bin. Of several suitable lengths, the longest is chosen.
+    3. `fill_exactly` again, with a random choice.
 
-    Args:
-        lengths: int64 [D], distinct lengths, ascending.
-        counts: int64 [D], number of samples of each length.
-        max_tokens: capacity of a bin in tokens.
-
-    Returns:
-        Bins as lists. A sample is represented by the index of its length in `lengths`.
+    `lengths` is int64 [D], distinct and ascending; `counts` is int64 [D], the number of samples of each length.
     """
     random = iter(philox("fill").bit_generator.random_raw(int(counts.sum())).tolist())
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
-        """Return a random item of `candidates` (indices of lengths). Frequent and short lengths are preferred.
+        """Return a random item of `candidates`, with probability proportional to r * n^2.
 
-        The probability of a length is proportional to r * n^2. r is the number of remaining samples of this length, from
-        the array `left`. n is the number of samples of this length that fit into an empty bin.
+        r is the number of remaining samples of the length, n the number of such samples that fit into an empty bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
@@ -197,17 +143,7 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack clips into bins (packed sequences), the longest clips first. Each clip goes into the fullest bin that has room for
-    the clip. If no bin has room, the clip goes into a new bin.
-
-    Args:
-        lengths: int64 [D], distinct lengths, ascending.
-        counts: int64 [D], number of clips of each length.
-        max_tokens: capacity of a bin in tokens.
-
-    Returns:
-        Bins as lists. A clip is represented by the index of its length in `lengths`.
-    """
+    """Put each clip, longest first, into the fullest bin that has room for it, else into a new bin (see `fewest_bins`)."""
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # distinct amounts of free room: few, because there are few lengths
@@ -234,20 +170,10 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Fill the bins (packed sequences) one by one. A bin starts with the longest sample that is not packed yet. The
-    next samples of the bin are chosen so that the bin becomes as full as possible.
+    """Fill one bin after another as full as possible, each beginning with the longest sample left (see `fewest_bins`).
 
-    Args:
-        lengths: int64 [D], distinct lengths, ascending.
-        counts: int64 [D], number of samples of each length.
-        max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the length of a bin's next sample from candidates. A candidate is a length with which
-            the bin can still become as full as possible. The first argument is the ascending array of the candidates'
-            indices in `lengths`. The second argument is the array of the number of remaining samples of each length. The
-            function returns the index of one candidate.
-
-    Returns:
-        Bins as lists. A sample is represented by the index of its length in `lengths`.
+    `choose` gets the ascending indices of the lengths with which the bin can still become as full as possible, and the number of
+    remaining samples of each length. It returns one of these indices.
     """
     left = counts.copy()
     bins: Contents = []
@@ -279,10 +205,7 @@ def fill_exactly(
 
 
 class _Sums:
-    """Table of the token counts, up to `max_tokens`, that are sums of the given sample lengths.
-
-    A sum may use each length any number of times.
-    """
+    """Table of the token counts up to `max_tokens` that are sums of the given lengths, each used any number of times."""
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits = 1
@@ -301,8 +224,7 @@ class _Sums:
 
 
 def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: Key) -> Contents:
-    """Balance the costs of bins (packed sequences) in `ROUNDS` rounds. In each round, pairs of bins exchange samples, so
-    that the costs of the two bins become more similar.
+    """Balance the costs of bins in `ROUNDS` rounds, in which pairs of bins exchange samples.
 
     The rounds alternate between three kinds of pairs:
 
@@ -310,20 +232,9 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     2. An expensive bin with a random cheap bin.
     3. Two random bins.
 
-    For each pair, `SPLITS` random splits of the pair's samples into two new bins are compared. Splits with a bin of more
-    than `max_tokens` tokens are ignored. The best split is the split whose two new bins have the most similar costs. If
-    these two costs are more similar than the costs of the two old bins, the new bins replace the old bins.
-
-    Args:
-        bins: bins as lists with one index per sample. The index selects the sample's entry in `lengths` and `costs`. Samples
-            of equal length may share an entry.
-        lengths: int64 [D], for each entry, number of tokens of one sample.
-        costs: int64 [D], for each entry, cost of one sample.
-        max_tokens: capacity of a bin in tokens.
-        key: numbers and texts that determine the random choices.
-
-    Returns:
-        Balanced bins as lists of indices, as in `bins`.
+    For each pair, `SPLITS` random splits of its samples are compared. The split with the most similar costs replaces the pair if
+    it is better and no bin exceeds `max_tokens`. The items of `bins` are indices into `lengths` and `costs` (both int64); samples
+    of equal length may share an index.
     """
     empty = len(lengths)
     width = max(map(len, bins))
@@ -362,16 +273,7 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
 
 
 def _pairs(cost: np.ndarray, number: int, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of bins that exchange samples in one round, at most 256 pairs at a time.
-
-    Each item is two arrays of bin numbers. The i-th bin of the first array and the i-th bin of the second array are a
-    pair.
-
-    Args:
-        cost: cost of each bin.
-        number: number of the round. The rounds alternate between three kinds of pairs (see `level`).
-        key: numbers and texts that determine the random choices.
-    """
+    """Yield the pairs that exchange samples in a round (see `level`), as two arrays of at most 256 bin numbers."""
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")
     shuffled = permutation(len(cost), *key, "pairs", number)

@@ -1,10 +1,8 @@
 """Collate samples into a packed batch, and slice the batch for each rank.
 
-A bin holds the clips of one forward pass.
-
-Letters: T tokens of a bin, L tokens of a rank, S samples of a bin, P channels of a token, P' conditioning channels of a
-token, D width of the text encoder, I CLIP tokens of a sample's images, E width of CLIP, C latent channels, (f, h, w)
-latent frames, rows and columns.
+Letters: T tokens of a bin, L tokens of a rank, S samples of a bin, P channels of a token, P' conditioning channels of a token, D
+width of the text encoder, I CLIP tokens of a sample's images, E width of CLIP, C latent channels, (f, h, w) latent frames, rows
+and columns.
 """
 
 from __future__ import annotations
@@ -42,10 +40,9 @@ class Sample:
     """One encoded clip with its caption, from a latent cache or from mock data.
 
     Attributes:
-        sample_id: stable and unique name of the clip.
-        arrays: maps array names to arrays: "latents", normalized, and the arrays of the conditions of the model
-            (`wands.conditions`). bf16 arrays may also be fp32. Optional arrays that the sample lacks are missing.
-        loss_weight: factor of the sample's loss. 0 for the placeholder sample of a forward pass that has no other sample.
+        arrays: "latents", normalized, and the arrays of the conditions, without optional arrays that the sample lacks. bf16
+            arrays may also be fp32.
+        loss_weight: factor of the sample's loss. 0 for the placeholder sample of an empty bin.
         caption_dropout: probability of replacing the caption by the empty caption. None means `flow.cfg_dropout`.
     """
 
@@ -67,20 +64,14 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class BinSamples:
-    """Data of one bin (the samples of one forward pass) that is equal on all ranks of a context-parallel group.
-
-    This is the base class of `PackedBatch` (the whole bin) and `RankSlice` (the part of the bin that one rank processes).
-
-    Letters: S samples of the bin, D width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
+    """Data of one bin that is equal on all ranks of a context-parallel group; base of `PackedBatch` and `RankSlice`.
 
     Attributes:
-        text_embeds: [sum of text lengths, D], without padding. For a sample with caption dropout, it contains the embedding of
-            the empty caption. Every rank of a context-parallel group attends to all text.
-        keys: for each sample, its `SampleKey`: sample id, epoch, and number of the sample's use in this epoch. The key seeds
-            the random numbers of the sample, such as noise and sigma (noise level).
-        weights: fp32 [S], factor of each sample's loss (`Sample.loss_weight`). 0 for the placeholder sample of an empty bin.
-        num_cond_tokens: for each sample, number of tokens of the first frame if the model gets this frame without noise
-            (TI2V). Otherwise 0. The tokens are counted over all ranks.
+        text_embeds: [sum of text lengths, D], without padding; the embedding of the empty caption after caption dropout.
+        keys: for each sample, its `SampleKey`, which seeds its random numbers, such as noise and sigma.
+        weights: fp32 [S], factor of each sample's loss.
+        num_cond_tokens: for each sample, number of tokens of the first frame, over all ranks, if the model gets it without noise
+            (TI2V). Otherwise 0.
         image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
     """
 
@@ -95,17 +86,12 @@ class BinSamples:
 class RankSlice(BinSamples):
     """Tokens of a packed batch that one rank processes, with the data that belongs to these tokens.
 
-    Letters: L tokens of the rank, P channels of a token, P' conditioning channels of a token.
-
     Attributes:
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
-        meta: position and sample number of each token, and lengths of the samples.
         token_weights: fp32 [L], weight of each token in the loss; 1 for samples without a mask.
-        trained_lens: for each sample, sum of the token weights of all its tokens that have a loss, over all ranks.
-            Conditioning tokens have no loss. Without a mask, the sum is the number of tokens that have a loss.
+        trained_lens: see `PackedBatch.trained_lens`.
         layout: indices of the batch's tokens that this rank holds.
-        condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens. None
-            for models without conditioning channels.
+        condition_channels: fp32 [L, P'], appended to the channels of the noisy tokens. None for models without them.
     """
 
     tokens: Tensor
@@ -116,11 +102,10 @@ class RankSlice(BinSamples):
     condition_channels: Tensor | None = None
 
     def model_inputs(self, noisy_tokens: Tensor, timesteps: Tensor) -> dict[str, Any]:
-        """Return the keyword arguments of `PackedWanTransformer.forward`: the noisy tokens, and the inputs of all conditions.
+        """Return the keyword arguments of `PackedWanTransformer.forward`.
 
-        Args:
-            noisy_tokens: [L, P]. The conditioning channels, which get no noise, are appended to them.
-            timesteps: fp32 [M], one for each entry of `meta.timestep_lens`.
+        `noisy_tokens` is [L, P], without the conditioning channels; `timesteps` is fp32, one for each entry of
+        `meta.timestep_lens`.
         """
         tokens = noisy_tokens
         if self.condition_channels is not None:
@@ -136,18 +121,15 @@ class RankSlice(BinSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch(BinSamples):
-    """Samples of one forward pass (a bin), concatenated without padding.
-
-    Letters: T tokens of the bin, S samples, P channels of a token, P' conditioning channels of a token.
+    """Samples of a bin, concatenated without padding.
 
     Attributes:
         tokens: fp32 [T, P], clean tokens.
         cu_seqlens: int32 [S+1], cumulative sequence lengths, from 0 to T.
         grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
-        cu_seqlens_text: int32 [S+1], cumulative numbers of text tokens of the samples.
+        cu_seqlens_text: int32 [S+1], cumulative numbers of text tokens.
         token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
-        condition_channels: fp32 [T, P'], see `wands.patches.condition_channels`. None for models without
-            conditioning channels.
+        condition_channels: fp32 [T, P'], see `wands.patches.condition_channels`. None for models without them.
         dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
     """
 
@@ -186,20 +168,15 @@ class PackedBatch(BinSamples):
 
     @property
     def trained_lens(self) -> tuple[float, ...]:
-        """For each sample, sum of the token weights of all tokens that have a loss. Conditioning tokens have no loss.
+        """Sum of the token weights of all tokens of each sample that have a loss; conditioning tokens have none.
 
-        A sum of 0 is replaced by 1e-30. The weighted loss of the sample, divided by 1e-30, is then 0 and not NaN.
+        A sum of 0 is replaced by 1e-30, so that the sample's loss divided by it is 0 and not NaN.
         """
         pairs = zip(self.token_weights.double().split(self.seq_lens), self.num_cond_tokens, strict=True)
         return tuple(max(float(rows[num_cond:].sum()), 1e-30) for rows, num_cond in pairs)
 
     def rank_slice(self, layout: ContextLayout) -> RankSlice:
-        """Return the slice of the batch that one rank processes.
-
-        Args:
-            layout: indices of the batch's tokens that the rank holds. The layout must be made for the `seq_lens` of this
-                batch.
-        """
+        """Return the slice of the batch that one rank processes. `layout` must be made for the `seq_lens` of this batch."""
         assert layout.seq_lens == self.seq_lens
         is_padding = layout.token_index < 0
         index = layout.token_index.clamp(min=0)
@@ -241,15 +218,12 @@ class PackedBatch(BinSamples):
 
 @dataclass(eq=False)
 class PackingCollator:
-    """Callable that concatenates the samples of a bin (one forward pass) into a `PackedBatch`.
+    """Callable that concatenates the samples of a bin into a `PackedBatch`.
 
     Attributes:
-        shape: sizes of the DiT. The collator checks that every sample fits them.
-        flow: `flow` section of the recipe. The collator uses its keys `cfg_dropout` and `i2v_ratio`.
-        seed: `train.seed`.
-        null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
+        null_text_embeds: [text tokens, D], embedding of the empty caption.
         conditions: conditions of the model (`wands.conditions.published.conditions_of`). None for a text-to-video model.
-        has_dropout: whether to draw a dropout key for each sample: 64 bits that determine the sample's dropout masks.
+        has_dropout: whether to draw a dropout key for each sample.
         drops_captions: whether to replace captions and other conditions at random by absent ones. False in an evaluation.
     """
 
@@ -284,14 +258,10 @@ class PackingCollator:
         )
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
-        """Concatenate `samples` into a packed batch, in the given order.
+        """Concatenate `samples` in the given order. Without samples, the batch is one zero token of weight 0, so that all ranks
+        run the same number of forward passes.
 
-        Args:
-            samples: samples of one bin (packed sequence). If the list is empty, the batch contains one sample of one zero token,
-                with weight 0. So all ranks run the same number of forward passes.
-            repeat_indices: for each sample, 0 for the first occurrence of its sample id in the data, 1 for the second, and so
-                on. Occurrences of the same sample get different noise.
-            epoch: number of the pass over the data.
+        `repeat_indices` are the repeats of the samples; each repeat gets other noise.
 
         Raises:
             DataError: if an array of a sample does not fit the model.
@@ -340,23 +310,16 @@ class PackingCollator:
         )
 
     def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
-        """Return the number of conditioning tokens of a sample: tokens that the model gets without noise.
+        """Return the number of tokens of a sample that the model gets without noise.
 
-        For a model with the condition "first_frame", a video's first frame gets no noise with probability `flow.i2v_ratio`. The
-        result is then the number of tokens of this frame, otherwise 0. For images, and for other models, the result is 0.
-
-        Args:
-            key: key of the sample. The random choice depends only on the seed and on this key.
-            grid: number of tokens along (frame, row, column).
+        With the condition "first_frame", these are the tokens of a video's first frame with probability `flow.i2v_ratio`, else 0.
+        The choice depends only on the seed and `key`. Images and other models have none.
         """
         draw = partial(rng, self.seed, key)
         return max(condition.num_clean_tokens(draw, grid, self.flow) for condition in self._conditions)
 
     def _enter(self, sample: Sample, key: SampleKey) -> list[Entry]:
-        """Return what the model and the loss get of a sample's conditions.
-
-        The random choice of dropout depends only on the seed and on `key`, which names one use of the sample in training.
-        """
+        """Return what the model and the loss get of a sample's conditions. Dropout depends only on the seed and `key`."""
         size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
         entries = []
         for condition in self._conditions:

@@ -1,7 +1,4 @@
-"""Open the data of a training run: mock data, or at least one cache.
-
-An epoch can use the samples of a cache several times, and clips can be held out of training.
-"""
+"""Open the data of a training run: mock data, or at least one cache, repeated and with clips held out as the recipe says."""
 
 from __future__ import annotations
 
@@ -44,26 +41,10 @@ LEFT_OUT = ("num_other_side", "num_gap", "num_duplicates")
 
 @dataclass(eq=False)
 class MockDataset(SampleFacts):
-    """Data set of artificial samples with realistic shapes, to test a model or a cluster without data.
+    """Data set of artificial samples with realistic shapes, read like a `LatentCache`.
 
-    Latents and text embeddings are standard normal numbers, which depend only on the seed and the sample id. The class has
-    the attributes and methods of `LatentCache` for reading.
-
-    N is the number of samples.
-
-    Attributes:
-        mock: options of the mock data: the number of samples, a list of latent shapes and a list of text lengths. The samples
-            use the items of each list in turn.
-        shape: shape of the DiT, which gives latent channels, patch size and text width.
-        seed: `train.seed`.
-        conditions: conditions of the model. None for a text-to-video model.
-        keys: sample ids.
-        licenses: array of one empty text per sample, because mock data has no licenses.
-        mask_sums: zeros [N, 2], because mock data has no loss masks. In a cache, the columns are the sums of a sample's token
-            weights over all tokens and over the first latent frame.
-        places: int64 [N, 2], (shard, position in the shard) of each sample, as if the samples were stored in shards of 512
-            samples.
-        null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
+    Latents and text embeddings are standard normal numbers that depend only on the seed and the sample id. The shapes come in
+    turn from the lists in `mock`. `places` counts shards of 512 samples.
 
     Raises:
         DataError: if a latent shape is not a multiple of the patch size.
@@ -95,15 +76,7 @@ class MockDataset(SampleFacts):
         self.places = np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return a mock sample with random latents, and the arrays of all conditions except optional arrays.
-
-        The same index always gives the same random numbers.
-
-        Args:
-            index: position of the sample in `keys` (the sample ids).
-            frames: (first, end) of the needed latent frames. The other frames are zero, as in a sample from the cache.
-                Default: all frames.
-        """
+        """Return the same random sample as in every call, with all conditions except optional arrays."""
         key = self.keys[index]
         size = ClipSize(self.latent_shape(index), self.shape.patch_size)
         text_len = self.mock.text_lens[index % len(self.mock.text_lens)]
@@ -128,18 +101,13 @@ Data = LatentCache | MockDataset
 
 @dataclass(frozen=True)
 class SelectedSource:
-    """One source of data (a cache or mock data), and the samples of the source that the recipe selects.
+    """One source of data, and the samples that the recipe selects from it.
 
     Attributes:
         config: settings of the source, as in an item of `data.sources`. For mock data, the path is "mock".
-        data: all samples of the source.
-        chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
-        repeat: mean number of uses of each chosen sample in an epoch. 1.5 means one use in half of the epochs, and two uses in
-            the other half.
-        num_left_out: maps each of three reasons to the number of samples that are left out for this reason. "num_other_side"
-            counts the held-out samples if `data.split` selects the training samples, and the training samples if
-            `data.split` selects the held-out samples. "num_gap" counts the samples close in time to a held-out sample.
-            "num_duplicates" counts the samples nearly equal to a held-out sample.
+        chosen: int64, positions in `data` of the samples that `data.split` selects.
+        repeat: mean number of uses of each chosen sample in an epoch.
+        num_left_out: numbers of samples, see `list_sources`.
     """
 
     config: SourceConfig
@@ -150,32 +118,16 @@ class SelectedSource:
 
 
 class CombinedDataset(SampleFacts):
-    """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
+    """Samples of several sources, with the attributes and methods of one `LatentCache`.
 
-    A row stands for one possible use of a sample in an epoch. If the `repeat` of a source is 2.5, each of its samples has
-    three rows. An epoch uses two or three rows of each sample (`wands.data.sampler.RepeatSchedule`).
-
-    The noise of a row depends on its sample id and its repeat index (number of earlier rows with the same id).
-
-    The id of a sample is its key in its cache. If two sources contain the same key with the same content, the ids are equal.
-    If the contents differ, the id of the later source's sample is the key with a checksum of the content: "key#1a2b3c4d".
-    Renaming a cache, or adding a source after the others, does not change any existing id.
-
-    Args:
-        sources: the sources.
-        seed: `train.seed`. If the `repeat` of a source is a fraction such as 2.5, an epoch uses some of its samples three
-            times and the others twice. The seed chooses the samples that are used three times.
+    A row is one possible use of a sample in an epoch; `schedule` selects the rows of each epoch. The noise of a row depends on
+    its sample id and repeat. The id is the key in the cache, or, for a key that an earlier source has with other content, the key
+    with a checksum: "key#1a2b3c4d". Renaming a cache, or adding a source after the others, changes no existing id.
 
     Attributes:
-        sources: the sources.
         keys: sample id of each row.
-        licenses: array of texts, the license of the sample of each row. "" if no license is stated.
-        mask_sums: float64 [rows, 2], two sums of the token weights of each row's loss mask: over all tokens, and over the
-            tokens of the first latent frame. Zeros for a sample without a mask.
-        null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
-        schedule: rows that each epoch uses.
-        places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
-            all sources, and each repeat of a source gets new shard numbers.
+        mask_sums: float64 [rows, 2], see `LatentCache`.
+        places: int64 [rows, 2], (shard, position in the shard). Each repeat of a source gets new shard numbers.
 
     Raises:
         ConfigError: if an epoch could be empty.
@@ -209,12 +161,7 @@ class CombinedDataset(SampleFacts):
         self.places = np.concatenate(places)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `self.keys[i]`.
-
-        Args:
-            i: number of the row.
-            frames: (first, end) of the needed latent frames. The other frames are zero. Default: all frames.
-        """
+        """Read the sample of row `i`, with `self.keys[i]` as its id."""
         source = self.sources[self._source_of[i]]
         config = source.config
         sample = source.data.read(int(self._position_of[i]), frames)
@@ -223,33 +170,20 @@ class CombinedDataset(SampleFacts):
 
 
 Dataset = Data | CombinedDataset
-"""Data of a run: a cache, mock data, or a combination of sources. The three classes have the same attributes and methods
-for reading. In a `CombinedDataset`, a sample may have several rows (uses in an epoch)."""
+"""Data of a run. The three classes have the same attributes and methods for reading."""
 
 
 def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> Dataset:
-    """Open the data of a recipe, check that the data fits the model, and remove the samples that `data.split` does not
-    select.
+    """Open the data of a recipe, check that it fits the model, and select the samples of `data.split`.
 
     The result is a `CombinedDataset` if there are several sources, the recipe repeats samples, `data.split` removes samples, or
-    the recipe sets `loss_weight` or `caption_dropout`. Otherwise the result is a `LatentCache` or a `MockDataset`.
-
-    If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times on average. If r is
-    a fraction such as 2.5, each epoch uses some samples of the source once more than the rest. These samples change from
-    epoch to epoch (`wands.data.sampler.RepeatSchedule`). If the sources have the key `weight`
-    instead, an epoch has as many samples as all sources together. The share of a source in the epoch is then proportional
-    to its weight.
-
-    Args:
-        section: section `data` of the recipe.
-        variant: variant of the model.
-        seed: `train.seed`.
-        fingerprint: function that returns digests of the model's encoders, which are compared with the digests in a cache.
-            The function is not called for mock data.
+    `loss_weight` or `caption_dropout` is set. With `weight` instead of `repeat`, an epoch has as many samples as all sources
+    together, with shares proportional to the weights. `fingerprint` returns digests of the model's encoders; it is not called for
+    mock data.
 
     Raises:
         ConfigError: if the recipe names no data, or if `data.holdout` leaves no sample for training or for evaluation.
-        CacheError: if a cache cannot be used. The error message names the cache.
+        CacheError: if a cache cannot be used.
     """
     configs = _configured_sources(section)
     opened = _open_sources(section, variant, seed, fingerprint)
@@ -273,19 +207,7 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
 def open_held_out(
     section: DataConfig, cache: str | None, variant: Variant, seed: int, fingerprint: Fingerprint
 ) -> Dataset | None:
-    """Open the clips for evaluation: a separate cache, or the clips that `data.holdout` leaves out of training.
-
-    Args:
-        section: section `data` of the recipe.
-        cache: `eval.cache` of the recipe.
-        variant: variant of the model.
-        seed: `train.seed`.
-        fingerprint: function that returns digests of the model's encoders, which are compared with the digests in `cache`.
-
-    Returns:
-        The clips of `eval.cache` if this key is set. Without `eval.cache`, the held-out clips if `data.holdout` is above 0 and
-        `data.split` is "train". Otherwise None.
-    """
+    """Open the clips of `eval.cache`, else those that `data.holdout` leaves out of `data.split` "train", else return None."""
     if cache is not None:
         return open_data(DataConfig(cache=cache, verify=section.verify), variant, seed, fingerprint)
     if not section.holdout or section.split != "train":
@@ -295,12 +217,7 @@ def open_held_out(
 
 
 def check_excluded(section: DataConfig, data: Dataset) -> None:
-    """Check that every key in `data.exclude` is the key of a sample. Keys of samples that `data.split` leaves out are
-    allowed.
-
-    Raises:
-        ConfigError: if a key is not the key of a sample, or every sample is excluded.
-    """
+    """Raise ConfigError if a key in `data.exclude` is in no source, even unselected, or every sample is excluded."""
     excluded = set(section.exclude)
     used = set(data.keys)
     known = used.union(*(part.data.keys for part in getattr(data, "sources", ())))
@@ -312,12 +229,7 @@ def check_excluded(section: DataConfig, data: Dataset) -> None:
 
 
 def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSource]:
-    """Return the sources of the data, each with the samples that the run uses.
-
-    Args:
-        section: section `data` of the recipe.
-        data: result of `open_data`.
-    """
+    """Return the sources of the data from `open_data`, each with the samples that the run uses."""
     if isinstance(data, CombinedDataset):
         return data.sources
     config = _configured_sources(section)[0]
@@ -325,18 +237,11 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Describe each source of data (a cache, or mock data) by a dictionary.
+    """Describe each source by "path", "num_samples" (used by the run), "repeat" and three counts of unused samples.
 
-    The keys are "path", "num_samples" (samples that the run uses) and "repeat" (how often an epoch uses each sample). Three
-    keys count the samples that are left out:
-
-    - "num_other_side": held-out samples. If `data` is the held-out data itself, this is the number of training samples.
+    - "num_other_side": held-out samples, or training samples if `data` is the held-out data.
     - "num_gap": samples close in time to a held-out sample.
     - "num_duplicates": samples nearly equal to a held-out sample.
-
-    Args:
-        section: section `data` of the recipe.
-        data: result of `open_data`.
     """
     return [
         {"path": part.config.path, "num_samples": len(part.chosen), **part.num_left_out}
@@ -346,11 +251,7 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
 
 
 def describe_data(section: DataConfig, data: Dataset) -> list[str]:
-    """Describe the data in lines of text, with one line per source.
-
-    If `data.holdout` is set, another line describes the split into training and held-out clips. If `data.exclude` names
-    samples, another line contains their number. Another line names inputs of a cache that the run does not use.
-    """
+    """Describe the data in lines: one for each source, then split, excluded samples and unused inputs, if any."""
     listed = list_sources(section, data)
     lines = [
         f"{item['path']}: {item['num_samples']:,} clips"
@@ -419,19 +320,14 @@ def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint:
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
-    """Return the part of a cache's fingerprint that must be equal in all caches of a run: the digests of the encoders
-    that the model variant uses.
-    """
+    """Return the digests of the encoders that the variant uses, which must be equal in all caches of a run."""
     uses_images = any("image" in condition.encoders for condition in conditions_of(variant))
     ignored = ["settings"] if uses_images else ["settings", "image_encoder", "image_processor"]
     return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 
 
 def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Return for each data source an array that assigns TRAIN, HELD_OUT, GAP or DUPLICATE to each sample.
-
-    Samples with GAP (close in time to a held-out sample) or DUPLICATE (nearly equal to a held-out sample) are not used.
-    """
+    """Return TRAIN, HELD_OUT, GAP or DUPLICATE for each sample of each source."""
     if not section.holdout or section.split == "all":
         return [np.full(len(data.keys), TRAIN) for data in opened]
     caches = [data for data in opened if isinstance(data, LatentCache)]
@@ -460,11 +356,7 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
-    """Return the sample ids of all sources (caches or mock data) in one list.
-
-    The id of a sample is its key in its source. If samples of two sources have the same key but different content, they get
-    different ids (see `CombinedDataset`).
-    """
+    """Return the sample ids of all sources (see `CombinedDataset`)."""
     if len(sources) == 1:
         keys = sources[0].data.keys
         return [keys[i] for i in sources[0].chosen.tolist()]
@@ -481,9 +373,7 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return for each sample a number that combines its checksum, text length and number of latent frames. Samples of two
-    caches count as the same sample if their keys and these numbers are equal.
-    """
+    """Return for each sample a number that combines its checksum, text length and number of latent frames."""
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index
     frames = index.latent_shapes[:, 1].astype(np.int64)

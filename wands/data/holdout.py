@@ -1,8 +1,7 @@
-"""Choose the samples that are held out of training, and exclude training samples that are too similar to held-out samples.
+"""Choose the samples that are held out of training, and exclude training samples that are too similar to them.
 
-A hash of the clip's name decides whether the clip is held out. So new clips do not change the decision for old clips.
-Films (long clips) are an exception if the data has only a few films. A span of time of each film is then held out, instead
-of whole films.
+A hash of the clip's name decides, so new clips do not change the decision for old clips. In data with only a few films (long
+clips), a span of time of each film is held out instead.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ SUFFIX = re.compile(
 )
 """Suffixes that follow the clip's name in a key: time range, hash of the caption (`ClipRecord.key`), file extension."""
 PLACE = re.compile(r"(?:@(\d+\.\d+)(?:-(\d+\.\d+))?)?(?:~[0-9a-f]{8})?(?:#(\d+))?(?:#\d+x\d+)?\Z")
-"""End of a key, whose parts are all optional: start and end in seconds, hash of the caption, number of the window (one of
-several time ranges of a clip), frame size. The groups are start, end and number of the window."""
+"""End of a key, all parts optional: time range, caption hash, window, frame size. Groups: start, end, window."""
 TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
-"""Results of the split of the data into training and held-out samples. Each sample gets one result. GAP: too close in time to a
-held-out sample of the same film. DUPLICATE: nearly equal to a held-out sample. GAP and DUPLICATE samples are not used."""
+"""Sides of a sample. GAP: too close in time to a held-out sample of its film; DUPLICATE: nearly equal to one. Neither is used."""
 Range = tuple[float, float]
 MIN_WINDOWS = 8
 FEW_FILMS = 2.0
@@ -45,15 +42,9 @@ Windows less than `GAP_SECONDS` from a span are not used. The signatures of dupl
 
 
 def clip_name(key: str) -> str:
-    """Return the name of the clip that a sample belongs to.
+    """Return the name of a sample's clip: the key without extension, time range, caption hash, window number and frame size.
 
-    The name is the key without its suffixes: file extension, time range, hash of the caption, number of the window (range of
-    frames), and frame size.
-    For example, the key "a.mp4@2.000-9.500#0003" belongs to the clip "a". If the name of a file ends with text that looks like a
-    time range, such as "a@2.000-9.500.mp4", this text is removed, too.
-
-    Args:
-        key: key of the sample.
+    "a.mp4@2.000-9.500#0003" becomes "a". Text of a file name that looks like a time range is removed, too.
     """
     name = key.partition("#")[0]
     if "@" in name or "~" in name or "." in name[-6:]:
@@ -62,17 +53,9 @@ def clip_name(key: str) -> str:
 
 
 def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
-    """Choose the clips that are held out of training, and mark their samples.
+    """Return bool [N], True for samples of held-out clips, about `fraction` (0 to 1) of all clips.
 
-    All samples of a clip are held out, or none. The decision depends only on the clip's name (`clip_name`). So new clips do not
-    change the decision for other clips, and a larger fraction holds out all clips that a smaller fraction holds out.
-
-    Args:
-        keys: keys of the samples.
-        fraction: share of the clips to hold out, from 0 to 1.
-
-    Returns:
-        bool [N], True for samples of held-out clips.
+    The decision depends only on `clip_name`. A larger fraction holds out all clips that a smaller fraction holds out.
     """
     limit = int(fraction * 2.0**64)
     return np.array([_place(key) < limit for key in keys], dtype=bool)
@@ -89,28 +72,22 @@ def _place(key: str) -> int:
 
 
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
-    """Choose for each sample whether it is held out of training, trained on, or not used at all.
+    """Return int8 [N], TRAIN, HELD_OUT or GAP (not used) for each sample.
 
-    A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip).
+    A film is a clip with at least `MIN_WINDOWS` windows. Few films means that (number of films) * `fraction` or (number of films)
+    * (1 - `fraction`) is less than `FEW_FILMS`.
 
-    - A clip that is not a film is held out as a whole, or not at all (see `hold_out`).
-    - If there are many films, each film is also held out as a whole, or not at all. "Many" means that (number of
-      films) * `fraction` and (number of films) * (1 - `fraction`) are both at least `FEW_FILMS`.
-    - If there are few films, a span of consecutive windows of each film is held out. The length of the span is `fraction`
-      times the film's number of windows, rounded up or down. The hash of the film's name decides where the span is, and
-      whether its length is rounded up or down. The two windows next to a span, and all windows less than `GAP_SECONDS` from
-      a span, are not used (GAP).
+    - A clip that is not a film, or one of many films, is held out as a whole or not at all (see `hold_out`).
+    - Of each of few films, a span of `fraction` of the windows is held out. The hash of the film's name decides where the span
+      is, and whether its length is rounded up or down. The two windows next to a span, and all windows less than `GAP_SECONDS`
+      from it, are GAP.
 
-    For a clip that is not a film, the choice never changes when other clips are added. Adding a film changes the choice for other
-    films only if the number of films changes from few to many.
+    Adding a film changes the choice for other films only if few films become many.
 
     Args:
         keys: keys of the samples of all sources.
         seconds: for each source, lengths of its samples in seconds.
         fraction: share of the clips to hold out, from 0 to 1.
-
-    Returns:
-        int8 [N], for each of the N samples: TRAIN, HELD_OUT or GAP (not used).
     """
     names = [clip_name(key) for key in keys]
     sides = hold_out(keys, fraction).astype(np.int8)
@@ -130,21 +107,12 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
 
 
 def signature(latents: Tensor) -> np.ndarray:
-    """Return 128 bits for finding duplicates. A video and its copy with another encoding or a similar size have almost the
-    same bits.
+    """Return uint64 [2], 128 bits that are almost the same for a video and its re-encoded or resized copy.
 
-    The first 64 bits describe the mean frame of the video. For each of the first 16 latent channels, four bits compare
-    neighboring quadrants of this frame. A bit is 1 if the left (or upper) quadrant has the larger mean.
-
-    The other 64 bits compare the quadrants of another image: the mean frame of the second half of the video, minus the mean
-    frame of the first half. So two takes of one scene differ in these bits. For a sample of one latent frame, the other 64
-    bits are a checksum of the latents. So two images with the same composition are not duplicates.
-
-    Args:
-        latents: [C, f, h, w] (latent channels, frames, rows, columns).
-
-    Returns:
-        uint64 [2].
+    The first word describes the mean frame: four bits for each of the first 16 latent channels compare neighboring quadrants. A
+    bit is 1 if the left (or upper) quadrant has the larger mean. The second word does the same for the mean frame of the second
+    half minus that of the first half, in which two takes of one scene differ. For one latent frame it is a checksum of the
+    latents, so images of equal composition are no duplicates. `latents` is [C, f, h, w].
     """
     frames = latents[:16].detach().cpu().float()
     half = max(1, frames.shape[1] // 2)
@@ -158,15 +126,11 @@ def signature(latents: Tensor) -> np.ndarray:
 
 
 def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndarray) -> None:
-    """Mark training samples that are equal or nearly equal to a held-out sample: set their value in `sides` to DUPLICATE.
+    """Set `sides` (int8 [N], from `choose_sides`) to DUPLICATE for training samples equal or nearly equal to a held-out sample.
 
-    Args:
-        sides: int8 [N], TRAIN, HELD_OUT or GAP (unused) for each sample, from `choose_sides`. It is changed in place.
-        contents: int64 [N]. Samples with the same number have the same content.
-        signatures: uint64 [N, 2], a signature of 128 bits for each sample, in two 64-bit words (see `signature`). Two samples
-            are nearly equal if at most `MAX_BITS` of the 128 bits differ, and their first words have equal bits 0-15, 16-31,
-            32-47 or 48-63. A signature with a word of 0 is not compared: no quadrant of its image differs from its
-            neighbors, as in a black video.
+    Samples with the same number in `contents` (int64 [N]) are equal. Two `signatures` (uint64 [N, 2]) are nearly equal if at most
+    `MAX_BITS` bits differ, and one of the four 16-bit parts of their first words is equal. A signature with a word of 0 is not
+    compared: its image has no differing quadrants, as in a black video.
     """
     duplicates = np.isin(contents, contents[sides == HELD_OUT])
     rows = np.flatnonzero(signatures.all(axis=1))
@@ -193,21 +157,13 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    A key can finish with a time range of the file and with the number of a window (a range of frames of this time range):
+    - "a@2.000-9.500#0003": window 3 of the time range, from 2 + 3 * `longest` for `length` seconds.
+    - "a@2.000-9.500": (2, 9.5), because the key does not state the place of a shorter sample (`--clip-mode middle`).
+    - "a@2.000": (2, 2 + `length`).
+    - "a#0003": from 3 * `longest` for `length` seconds.
+    - "a": (0, `length`).
 
-    - "a@2.000-9.500#0003": window 3, counted from 0, of the time range from 2 to 9.5 seconds. The start is 2 + 3 * `longest`,
-      and the end is the start + `length`.
-    - "a@2.000-9.500": no window number. Return (2, 9.5), although the sample may be shorter. The key does not state whether
-      the sample is from the start or from the middle of the time range (`--clip-mode middle`).
-    - "a@2.000": only a start time. Return (2, 2 + `length`).
-    - "a#0003": no time range. Windows are counted from the start of the file, so the start is 3 * `longest`.
-    - "a": neither. Return (0, `length`).
-
-    Args:
-        key: key of the sample.
-        length: length of the sample in seconds.
-        longest: length of a full window in seconds. This is the length of the longest sample in the cache that contains the
-            sample. Windows follow each other without gaps.
+    `longest` is the length of a full window: the longest sample of the cache.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest
@@ -215,15 +171,7 @@ def _time_range(key: str, length: float, longest: float) -> Range:
 
 
 def _cut_film(name: str, windows: Sequence[Range], fraction: float) -> Iterator[tuple[Range, int]]:
-    """Yield (window, side) for each window (time range) of a film (a clip with many windows).
-
-    The side is HELD_OUT in a span of consecutive windows, GAP (unused) around the span, and TRAIN in all other windows.
-
-    Args:
-        name: name of the film. Its hash decides where the span is.
-        windows: (start, end) of each window in seconds, sorted.
-        fraction: share of the film's windows that are held out, from 0 to 1.
-    """
+    """Yield (window, side) for the sorted windows of a film, as `choose_sides` describes."""
     place, rounding = (_hash(name, purpose) / 2.0**64 for purpose in (b"wands span", b"wands span size"))
     count = int(len(windows) * fraction + rounding)
     first = int(place * (len(windows) - count + 1))

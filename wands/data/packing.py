@@ -1,16 +1,11 @@
-"""Plan an epoch: the samples of each bin (packed sequence), the bins of each optimizer step, and the rank of each bin.
+"""Plan an epoch: the samples of each bin, the bins of each optimizer step, and the rank of each bin.
 
-A bin holds the clips of one forward pass. Ranks wait for the rank with the most expensive bin. If all bins of a step had equal
-costs, no rank would wait, but some steps would contain only long clips, and others only short clips. The plan is a compromise:
-the bins are sorted by cost and divided into ranges. The bins that ranks process at the same time are a mixture from one range.
+Ranks wait for the most expensive bin. With equal costs no rank would wait, but some steps would contain only long clips. As a
+compromise, the bins are sorted by cost and divided into ranges, and the bins that ranks process at the same time are a mixture
+from one range. Large ranges give typical sample lengths, small ranges short waits; `LEVEL` limits the waiting.
 
-A large range makes the sample lengths in a step similar to the lengths in the whole data. A small range makes the ranks wait
-less. `LEVEL` limits the waiting: the ranks should work for at least this share of the time.
-
-Every function is a pure function of lengths, seed and epoch. So every rank computes the whole plan without
-communication, before it reads any data. The plan is the same on every machine, because the functions sort only by
-values that are equal on every machine. These values are random integers (Philox), exact integers, and sums in a fixed
-order.
+Every function is a pure function of lengths, seed and epoch, and sorts only by values that are equal on every machine: Philox
+integers, exact integers, and sums in a fixed order. So every rank computes the same plan without communication.
 """
 
 from __future__ import annotations
@@ -27,44 +22,36 @@ from wands.errors import DataError
 from wands.flow.rng import permutation
 
 Step = tuple[Bin, ...]
-"""All bins (packed sequences) of one optimizer step. In each micro step of the optimizer step, each data-parallel rank
-processes one bin."""
+"""All bins of one optimizer step. In each micro step, each data-parallel rank processes one of them."""
 Cost = Callable[[Sequence[int]], float] | tuple[float, float] | np.ndarray
 """Costs of the samples, whose sum is the cost of a bin, in one of three forms.
 
-The first form is a function of the lengths L of the bin's samples, such as ``DiTShape.forward_flops``. The function must be
-additive: the cost of a bin is the sum of the costs of its samples. The second form is the pair of coefficients (a, b) in
-the cost a * sum(L) + b * sum(L^2). The third form is the cost of each sample, float64 [N].
+An additive function of the lengths L of the bin's samples, such as ``DiTShape.forward_flops``; the pair (a, b) in the cost a *
+sum(L) + b * sum(L^2); or the cost of each sample, float64 [N].
 """
 
 LEVEL = 0.987
 """Smallest allowed efficiency of the full steps of an epoch: the sum of the costs of all bins / the sum of their times.
 
-The bins are sorted by cost and divided into ranges. The time of a bin, including waiting, is estimated as the highest cost in
-its range. Longer ranges make the sample lengths in a step more similar to the whole data, but lower the efficiency.
+The time of a bin, including waiting, is the highest cost in its range. Longer ranges make the sample lengths in a step more
+similar to the whole data, but lower the efficiency.
 """
 
 MAX_CUTS = 96
 """Largest number of ranges into which the bins, sorted by cost, are divided."""
 
 WAITS = 1024
-"""Number of units into which the longest allowed waiting time is divided. Waiting time is the time in which ranks wait for the
-rank with the most expensive bin. `_best_cuts` divides the bins into ranges of similar cost, and counts waiting time in whole
-units."""
+"""Number of units into which `_best_cuts` divides the longest allowed waiting time."""
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """All optimizer steps of one epoch.
+    """All optimizer steps of one epoch, each with the same number of bins.
 
     Attributes:
-        steps: optimizer steps. Each step contains bins, and each bin contains the sample indices of one forward pass.
-            Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
-        max_tokens: capacity of a bin in tokens.
-        planned_totals: (number of samples, number of tokens) of the epoch, counted when the epoch was planned. Set only for
-            a plan that was read from a checkpoint. If the user has removed samples from the data since the checkpoint, `steps`
-            does not contain the removed samples, but `planned_totals` still counts them. None for other plans.
+        planned_totals: (samples, tokens) when the epoch was planned. Set only for a plan from a checkpoint, whose `steps` lack
+            samples that were removed from the data since.
     """
 
     steps: tuple[Step, ...]
@@ -79,11 +66,7 @@ class EpochPlan:
 
     @property
     def fill(self) -> float:
-        """Share of the bins' token capacity that samples use, from 0 to 1.
-
-        The epoch's last step spreads the remaining samples over all ranks, so the bins (packed sequences) of this step are
-        not full. The last step is therefore not counted, unless the epoch has only one step.
-        """
+        """Share of the bins' token capacity that samples use, without a last of several steps, whose bins are not full."""
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
 
@@ -96,13 +79,9 @@ class EpochPlan:
         return len(used), int(self.seq_lens[used].sum())
 
     def length_bias(self) -> tuple[float, float]:
-        """Measure how much the sample lengths in a step differ from the sample lengths in the whole epoch.
+        """Return the mean Kolmogorov-Smirnov distance (0 to 1) between sample lengths in a step and in the epoch.
 
-        The measure is the Kolmogorov-Smirnov distance between the two distributions, from 0 (equal) to 1.
-
-        Returns:
-            (mean distance of the steps of this plan, mean distance of random steps). Each random step has as many samples as
-            a step of the plan, drawn at random from the epoch. The second number shows the distance that chance alone causes.
+        The second number is the distance for random steps of the same size: the part that chance alone causes.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))
@@ -124,33 +103,16 @@ def plan_epoch(
     level_bins: int | None = None,
     windows: Sequence[np.ndarray] | None = None,
 ) -> EpochPlan:
-    """Pack every sample into a bin (one forward pass), balance the costs of the bins, and group the bins into steps.
+    """Pack every sample into a bin, balance the costs of the bins, and group the bins into steps.
 
-    Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
-    each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` lets the
-    ranks process bins of similar cost at the same time.
+    Costs are balanced because the cost of attention grows with the square of a sample's length. The bins left over form the last
+    step: they are split until there are `bins_per_step`, or only single samples, and empty bins fill the rest. The gradient over
+    an epoch is unbiased: every sample is in one step, and all steps divide their loss by the same number.
 
-    If the number of bins is not a multiple of `bins_per_step`, the bins that are left over form the last step. They are split
-    until the step has `bins_per_step` bins, or no bin can be split. Empty bins, written as `()`, fill the remaining places.
-
-    The gradient over an epoch is unbiased: every sample is in one step, and all steps divide their loss by the same number.
-
-    With `windows` (groups of samples that are read together), each window is packed separately. Bins that do not fill a
-    step are combined with bins of the next windows. So only the last step of the epoch can have empty bins. The number
-    of steps is the same in every epoch if the sample lengths in each window are the same (see `count_steps`).
-
-    Args:
-        seq_lens: int [N], number of tokens of each sample.
-        max_tokens: capacity of a bin in tokens.
-        bins_per_step: number of bins of one optimizer step, over all ranks and micro steps.
-        seed: `train.seed`.
-        epoch: number of the epoch. Every epoch has different bins in a different order.
-        cost: cost of a bin, as a function or as coefficients, see `Cost`.
-        keys: sample ids for error messages.
-        level_bins: number of bins that the ranks process at the same time, a divisor of `bins_per_step`. The ranks wait for
-            the slowest of these bins, so the bins get similar costs. None means all bins of a step.
-        windows: int64 arrays of sample indices, in the order in which the data is read. No window is empty, and no
-            index occurs twice. None means one window of all samples.
+    Each of the `windows` (int64 sample indices in reading order, none empty, no index twice) is packed separately. Bins that do
+    not fill a step are combined with bins of the next windows. The number of steps is the same in every epoch if the lengths in
+    each window are (see `count_steps`). `keys` is for error messages. `level_bins`, a divisor of `bins_per_step`, is the number
+    of bins processed at the same time (default: all of a step), which get similar costs.
 
     Raises:
         DataError: if a sample has more than `max_tokens` tokens, or there is no sample.
@@ -198,27 +160,17 @@ def _rename(bins: Iterable[Bin], names: Sequence[int]) -> Iterator[Bin]:
 def count_steps(
     seq_lens: np.ndarray, *, max_tokens: int, bins_per_step: int, windows: Sequence[np.ndarray] | None = None
 ) -> int:
-    """Return the number of optimizer steps that `plan_epoch` plans for these sample lengths and windows (groups of
-    samples that are packed separately). The order of the windows does not matter.
-    """
+    """Return the number of steps that `plan_epoch` plans. The order of the windows does not matter."""
     parts = [seq_lens] if windows is None else [seq_lens[rows] for rows in windows]
     return -(-sum(count_bins(part, max_tokens) for part in parts) // bins_per_step)
 
 
 def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
-    """Divide the samples into windows. Each window is packed separately, and an epoch reads one window after the other.
+    """Divide the samples into windows of `buffer_size` (the last may be smaller) that are near each other on the disk.
 
-    The shards are put in random order, and each shard is read in its stored order. Every `buffer_size` samples of this
-    sequence form a window, so samples that are packed together are near each other on the disk. The windows are the same
-    in every epoch, so every epoch has the same number of steps. Only the order of the windows changes.
-
-    Args:
-        places: int64 [N, 2], (shard, position in the shard) of each sample.
-        buffer_size: number of samples of a window (`packing.buffer_size`). The last window may have fewer.
-        seed: `train.seed`.
-
-    Returns:
-        int64 arrays of sample indices, one array for each window. Together they contain each index once.
+    The shards are put in random order, and each is read in its stored order. The windows, int64 sample indices, are the same in
+    every epoch, so every epoch has the same number of steps; only their order changes. `places` is int64 [N, 2], (shard,
+    position).
     """
     stored = np.lexsort((places[:, 1], places[:, 0]))
     starts = np.flatnonzero(np.diff(places[stored, 0], prepend=-1))
@@ -228,9 +180,7 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
-    """Assert that the plan contains every sample of the windows (arrays of sample indices) once. Also assert that no bin
-    exceeds its capacity, and that every step has `bins_per_step` bins.
-    """
+    """Assert that the plan has every sample once, no bin above its capacity, and `bins_per_step` bins in every step."""
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
     used = np.fromiter(chain.from_iterable(bins), np.int64, int(sizes.sum()))
@@ -245,20 +195,10 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
-    """Assign the bins (packed sequences) of an optimizer step to data-parallel ranks. In each micro step, the ranks get
-    bins of similar cost.
+    """Assign the bins of a step to data-parallel ranks: one list for each micro step, with one bin for each rank.
 
-    In the micro steps 0, 2, 4, ..., the ranks 0, 1, 2, ... get bins of decreasing cost. In the other micro steps, the ranks
-    get bins of increasing cost. This also makes the ranks' total costs of a step similar. With ZeRO 1 and 2, only these
-    total costs matter, because ranks wait for each other only at the end of the step.
-
-    Args:
-        bins: bins of one step.
-        dp_size: number of data-parallel ranks. It divides the number of bins.
-        bin_cost: function from `bin_costs` that returns the cost of a bin.
-
-    Returns:
-        One list for each micro step, with one bin for each data-parallel rank.
+    The ranks get bins of decreasing cost in even micro steps, and of increasing cost in odd ones. So the total costs of the ranks
+    are similar, too, which is all that matters with ZeRO 1 and 2: ranks wait only at the end of the step.
     """
     assert len(bins) % dp_size == 0, (len(bins), dp_size)
     ordered = sorted(bins, key=bin_cost, reverse=True)
@@ -267,16 +207,9 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
-    """Return the imbalance between ranks: the sum of the highest bin costs of all micro steps, divided by the sum of the
-    mean bin costs of all micro steps. 1 is optimal.
+    """Return the sum of the highest bin costs of all micro steps, divided by the sum of the mean bin costs. 1 is optimal.
 
-    In a micro step, each rank processes one bin, and all ranks wait for the most expensive bin. 1 divided by the result is
-    the share of time in which ranks do not wait.
-
-    Args:
-        steps: optimizer steps.
-        dp_size: number of data-parallel ranks. The number of bins of every step is a multiple of dp_size.
-        bin_cost: function from `bin_costs` that returns the cost of a bin.
+    1 divided by the result is the share of time in which ranks do not wait.
     """
     mean = slowest = 0.0
     for step in steps:
@@ -288,7 +221,7 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """Return a function that computes the cost (such as FLOPs) of a bin (packed sequence) from the indices of its samples."""
+    """Return a function that computes the cost of a bin from the indices of its samples."""
     costs = _sample_costs(seq_lens, cost)
     return lambda bin: sum(costs[i] for i in bin)
 
@@ -322,22 +255,10 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, costs: Sequence[float]
 ) -> tuple[list[Bin], list[Bin]]:
-    """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
+    """Return (the `len(bins) % bins_per_step` bins of the last step, the other bins).
 
-    Later, `_spread` splits the chosen bins into `bins_per_step` new bins, so that every rank has work. A sample is called
-    expensive if it alone costs more than the expected mean cost of the new bins. All ranks would wait for the rank with an
-    expensive sample. The bins are therefore chosen in this order:
-
-    1. Bins without expensive samples.
-    2. Other bins, sorted by the cost of their most expensive sample, the lowest cost first.
-
-    Args:
-        bins: sample indices of each bin.
-        bins_per_step: number of bins of a step.
-        costs: cost of each sample.
-
-    Returns:
-        The chosen bins, and the bins of all other steps.
+    `_spread` later splits the chosen bins. A sample that alone costs more than the mean of the new bins would let all ranks wait,
+    so bins without such samples are chosen first, then those whose most expensive sample is cheapest.
     """
     num_rest = len(bins) % bins_per_step
     share = num_rest / bins_per_step * sum(costs) / len(bins)
@@ -348,10 +269,7 @@ def _separate_rest(
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:
-    """Split bins (packed sequences) until there are `bins_per_step` bins, or until every bin has only one sample.
-
-    Each time, the most expensive bin with several samples is split into two bins of similar cost.
-    """
+    """Split the most expensive bin until there are `bins_per_step` bins, or every bin has only one sample."""
     spread = list(bins)
     while len(spread) < bins_per_step:
         divisible = [i for i, bin in enumerate(spread) if len(bin) > 1]
@@ -388,22 +306,13 @@ def group_into_steps(
     seq_lens: np.ndarray,
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Form optimizer steps of `bins_per_step` bins (packed sequences) each, from groups of `level_bins` bins with similar
-    costs. Different ranks process the bins of a group at the same time.
+    """Form optimizer steps from groups of `level_bins` bins of similar cost, which ranks process at the same time.
 
-    1. Sort the bins by cost, and cut the sorted list into ranges. The bins of a range have similar costs.
-    2. Divide each range into groups: sort the bins of the range by their longest samples, and deal the bins out in rounds. In
-       each round, every group of the range gets one bin, in random order. So the groups get equally many bins with long samples.
-    3. If a step has k groups, sort all groups by cost, and cut the sorted list into k equal parts. Each step gets one random
-       group of each part.
+    1. Sort the bins by cost, and cut them into ranges.
+    2. Sort each range by longest sample, and deal its bins out to groups in random order, so that long samples are spread.
+    3. If a step has k groups, cut the groups, sorted by cost, into k parts. Each step gets one random group of each part.
 
-    Args:
-        bins: sample indices of each bin, without the bins of a shorter last step.
-        bins_per_step: number of bins of a step. The length of `bins` is a multiple of this number.
-        level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
-        costs: cost of each sample.
-        seq_lens: int64 [N], number of tokens of each sample.
-        key: (seed, epoch), which determines the random choices in items 2 and 3. The seed can be a number or a text.
+    `bins_per_step` is a multiple of `level_bins` and divides `len(bins)`. `key` is (seed, epoch).
     """
     if not bins:
         return []
@@ -440,25 +349,11 @@ def group_into_steps(
 def _choose_cuts(
     bins: Sequence[Bin], costs: np.ndarray, level_bins: int, seq_lens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Divide the bins, sorted by cost, into ranges. Each group (bins that the ranks process at the same time) is later
-    formed from the bins of one range.
+    """Return (first, end) of each range of bins, the most expensive first, counted in groups of `level_bins` bins.
 
-    Large ranges have the advantage that the samples of a group can have many lengths, as in the whole data. Small ranges
-    have the advantage that the ranks wait less for the most expensive bin.
-
-    The time of a bin, including waiting, is estimated as the highest cost of a bin in the same range. The efficiency of a
-    division is the sum of the costs of all bins, divided by the sum of the estimated times of all bins. A division is
-    allowed if its efficiency is at least `LEVEL`. Choose the allowed division whose ranges have sample lengths most similar
-    to the lengths in the whole data. If no division is allowed, choose the smallest ranges.
-
-    Args:
-        bins: bins of all steps except a shorter last step, the most expensive bin first.
-        costs: float64, cost of each bin.
-        level_bins: number of bins in one group. `len(bins)` is a multiple of it.
-        seq_lens: int64 [N], number of tokens of each sample.
-
-    Returns:
-        (first, end) of each range, counted in groups of `level_bins` bins.
+    The time of a bin, with waiting, is the highest cost in its range. Of all divisions that work for at least `LEVEL` of this
+    time, the one whose ranges have sample lengths most similar to the whole data is chosen; if there is none, the smallest
+    ranges.
     """
     num_groups = len(bins) // level_bins
     places = np.unique(np.linspace(0, num_groups, min(num_groups, MAX_CUTS) + 1).astype(np.int64))
@@ -487,19 +382,10 @@ def _choose_cuts(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Divide G groups of bins, sorted by cost, into intervals of consecutive groups, by dynamic programming.
+    """Return the boundaries, 0 to G, of the intervals of groups with the smallest total bias, by dynamic programming.
 
-    Every possible interval has a bias and a waiting cost. The bias measures how much the sample lengths in the interval differ
-    from the lengths in the whole data. The waiting cost is the time in which ranks wait for the most expensive bin. The total
-    waiting cost of a division may be at most `allowed`. Of these divisions, choose the division with the smallest total bias.
-
-    Args:
-        bias: float64 [G, G+1]. bias[i, j] is the bias of the interval of groups i to j - 1.
-        waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the interval of groups i to j - 1, never negative.
-        allowed: limit of the total waiting cost. If no division satisfies the limit, every interval has length 1.
-
-    Returns:
-        Boundaries of the intervals, ascending from 0 to G.
+    bias[i, j] and waits[i, j], float64 [G, G+1], belong to the interval i to j - 1. The total of `waits` is at most `allowed`; if
+    that is impossible, every interval has length 1.
     """
     num = len(bias)
     units = np.ceil(np.minimum(waits / max(allowed, 1e-300), 2.0) * WAITS).astype(np.int64)

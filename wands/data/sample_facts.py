@@ -6,12 +6,7 @@ import numpy as np
 
 
 class SampleFacts:
-    """Shapes and checksums of the samples of one source (a cache or mock data), or of several sources together.
-
-    Attributes:
-        latent_shapes: int [N, 3], latent (frames, rows, columns) of each sample.
-        checksums: uint32 [N], CRC-32 of all arrays of each sample. Zeros for mock data.
-    """
+    """Shapes, int [N, 3] (frames, rows, columns), and checksums, uint32 [N], of samples. Mock data has checksums of 0."""
 
     latent_shapes: np.ndarray
     checksums: np.ndarray

@@ -1,11 +1,10 @@
-"""Choose the rows (uses of samples) of each epoch, and map a global step to the samples of this step.
+"""Choose the rows of each epoch, and map a global step to its samples.
 
-A row is one possible use of a sample in an epoch. If a source is repeated 2.5 times, each of its samples has three rows, and
-an epoch uses two or three of these rows. The index of the epoch (0, 1, 2, ...) determines which rows the epoch uses. The rows
-of a source are numbered copy by copy: first one row for each sample, then a second row for each sample, and so on.
+A row is one possible use of a sample in an epoch. The rows of a source are numbered copy by copy: one row for each sample, then a
+second row for each sample, and so on.
 
-As long as the data does not change, the step number is the only state of the data order. If clips were added or removed,
-a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.checkpoint.epoch_files`).
+As long as the data does not change, the step number is the only state of the data order. If clips were added or removed, a
+resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.checkpoint.epoch_files`).
 """
 
 from __future__ import annotations
@@ -27,23 +26,14 @@ from wands.flow.rng import permutation
 
 
 class RepeatSchedule:
-    """Selection of the rows (uses of samples) of each epoch.
+    """Selection of the rows of each epoch.
 
-    A source with N samples and `repeat` r has ceil(r) copies of N rows. Each copy has one row for each sample. If r is an
-    integer, each epoch uses all rows. Otherwise each epoch uses all rows of the first floor(r) copies, and on average
-    (r - floor(r)) * N rows of the last copy. The rows of the last copy have a random order that depends only on the seed. Each
-    epoch takes the next rows in this order. After the last row, the order starts again.
-
-    Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
-    sample floor(e * r) or ceil(e * r) times.
-
-    Args:
-        num_samples: number of samples of each source.
-        repeats: for each source, how often an epoch uses each sample. The numbers are exact fractions above 0.
-        seed: `train.seed`.
+    A source with N samples and `repeat` r has ceil(r) copies of N rows. Each epoch uses all rows of the first floor(r) copies
+    and, on average, (r - floor(r)) * N rows of the last copy: the next ones in a random order that depends only on the seed and
+    starts again after the last row. Any e consecutive epochs use each sample floor(e * r) or ceil(e * r) times.
 
     Attributes:
-        sample_of: int64 [rows], number of the sample of each row. Samples are numbered consecutively over all sources.
+        sample_of: int64 [rows], number of the sample of each row, counted over all sources.
         min_samples: smallest number of rows of an epoch.
 
     Raises:
@@ -71,20 +61,13 @@ class RepeatSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the `repeat` of every source is an integer. If so, all epochs have the same rows (uses of samples)."""
+        """Whether the `repeat` of every source is an integer. If so, all epochs have the same rows."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[tuple[int, int], ...]:
-        """Return numbers that identify the rows (uses of samples) of an epoch. Two epochs with equal numbers use the
-        same rows.
+        """Return (first extra sample in the random order, number of extra samples) of each source.
 
-        If the `repeat` of a source is fractional, an epoch uses some samples of the source once more than the other samples of
-        the source. These extra samples are consecutive items in a fixed random order of the source's samples. So the position
-        of the first extra sample, and the number of extra samples, identify the rows of the source.
-
-        Returns:
-            One pair for each source: (position of the first extra sample in the random order, number of extra samples). The
-            number of extra samples is 0 if `repeat` is an integer.
+        Two epochs with an equal result use the same rows. The number is 0 if `repeat` is an integer.
         """
         shares: list[tuple[int, int]] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
@@ -94,7 +77,7 @@ class RepeatSchedule:
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
-        """Return the row numbers of an epoch, int64, in ascending order. A row is one use of a sample."""
+        """Return the row numbers of an epoch, int64, in ascending order."""
         rows: list[np.ndarray] = []
         sources = zip(self._first_rows, self.repeats, self._orders, self.phase(epoch), strict=False)
         for first, repeat, order, (begin, count) in sources:
@@ -105,23 +88,15 @@ class RepeatSchedule:
 
 
 def exact(number: float) -> Fraction:
-    """Convert a decimal number to an exact fraction, so that counts of samples have no rounding errors. For example, 0.1
-    becomes 1/10.
-    """
+    """Convert a decimal number to an exact fraction (0.1 to 1/10), so that counts have no rounding errors."""
     return Fraction(str(number))
 
 
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
-    """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
+    """Convert the weights of sources to repeats, so that an epoch has as many rows as there are samples.
 
-    The share of a source in the epoch is proportional to the weight of the source. An epoch uses as many samples as all
-    sources contain together, where a sample that is used twice counts twice. If the weights are proportional to the
-    sources' numbers of samples, every repeat is 1.
-
-    Args:
-        num_samples: number of samples of each source.
-        weights: weight of each source, above 0. The sum need not be 1. The weight of a source without samples is
-            ignored.
+    The share of a source is proportional to its weight. The weights are above 0 and need not sum to 1; the weight of a source
+    without samples is ignored.
     """
     shares = [exact(weight) if num else Fraction(0) for num, weight in zip(num_samples, weights, strict=True)]
     total = sum(num_samples)
@@ -137,16 +112,8 @@ class StepPlan:
     """One optimizer step, planned before any data is read.
 
     Attributes:
-        step: global step, from 0.
-        epoch: pass over the data, from 0.
-        step_in_epoch: step inside the epoch, from 0.
-        bins: for every bin (one forward pass of one rank), the row numbers of its samples, without the samples that
-            `data.exclude` names. A row is one use of a sample. A bin is `()` if all its samples are excluded, or if the
-            epoch's last step has too few samples for all its bins.
-        num_samples: number of samples in `bins`.
-        num_tokens: number of tokens in `bins`.
-        repeat_index_of: int64 [rows]. For each row of the whole data, the number of earlier rows with the same sample id.
-        epoch_plan: plan of the epoch.
+        bins: row numbers of every bin, without samples that `data.exclude` names. A bin may be empty: `()`.
+        repeat_index_of: int64 [rows], number of earlier rows of the whole data with the same sample id.
     """
 
     step: int
@@ -159,54 +126,42 @@ class StepPlan:
     epoch_plan: EpochPlan = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
-        """Return, for each row (use of a sample) in a bin (packed sequence), how many earlier rows of the whole data have the
-        same sample id.
-        """
+        """Return the repeat of each row in a bin."""
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
     def mean_samples(self) -> float:
         """Mean number of samples in a step of the epoch, including samples that `data.exclude` names.
 
-        The loss of every step is divided by a number that is proportional to this mean, so that every sample of the epoch has
-        the same weight. If it were divided by the step's own number, the few long clips of a step would weigh more.
+        The loss of every step is divided by a number proportional to this mean. If it were divided by the step's own number, the
+        few long clips of a step would weigh more.
         """
         return self.epoch_plan.totals[0] / self.epoch_plan.num_steps
 
 
 @dataclass(eq=False)
 class PlanSampler:
-    """All optimizer steps of a training run. Every epoch has new bins (packed sequences) in a new order.
+    """All optimizer steps of a training run. Every epoch has new bins in a new order.
 
-    A row is one use of a sample in an epoch: a sample that an epoch may use three times has three rows. An epoch uses
-    every row of the data once, or the rows that `schedule` selects. With a schedule, epochs may have different numbers of
-    steps. The attributes determine the plans of all epochs, so a checkpoint needs to store only the step number, unless
-    the data changes during the run.
+    The attributes determine the plans of all epochs, so a checkpoint needs to store only the step number, unless the data changes
+    during the run. With a schedule, epochs may have different numbers of steps.
 
     Attributes:
-        seq_lens: int64 [N], number of tokens of each of the N rows.
+        seq_lens: int64 [N], number of tokens of each row.
         keys: sample id of every row. All rows of a sample have the same id.
-        max_tokens: capacity of a bin in tokens.
-        bins_per_step: number of bins of one optimizer step.
-        seed: `train.seed`.
-        cost: cost (such as FLOPs) of each row, or a rule for it, see `Cost`. The plan balances it between the ranks.
+        cost: cost of each row, or a rule for it, see `Cost`. The plan balances it between the ranks.
         epochs: number of epochs. It is used only if `max_steps` is None.
-        max_steps: number of optimizer steps, over as many epochs as needed.
-        level_bins: number of bins that the ranks process at the same time, see `plan_epoch`. These bins get similar costs.
+        level_bins: number of bins that get similar costs because the ranks process them at the same time, see `plan_epoch`.
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
-        excluded: ids of samples that training skips (`data.exclude`). An epoch is planned as if no sample were excluded. So
-            the other samples stay in their steps, and the divisor of the loss does not change.
-        start: (epoch, global step) from which the epochs are planned with the current data. It is later than (0, 0) if the
-            data or the packing changed during the run.
-        given: maps an epoch to a plan that replaces the computed plan. A plan comes from one of two files. The file that the
-            recipe key `packing.plan` names contains the plan of one epoch. A checkpoint contains the plan of the epoch in
-            which it was saved. If the data or the packing changed, the resumed run finishes this epoch as planned. All
-            plans contain row numbers of the current data.
+        excluded: ids of samples that training skips (`data.exclude`). An epoch is planned as if no sample were excluded, so the
+            other samples stay in their steps, and the divisor of the loss does not change.
+        start: (epoch, global step) from which the epochs are planned with the current data. It is later than (0, 0) if the data
+            or the packing changed during the run.
+        given: plans by epoch that replace the computed plans, in row numbers of the current data: from `packing.plan`, or from
+            the checkpoint if the data or the packing changed, so that the resumed run finishes its epoch as planned.
         steps_per_epoch: number of steps of the epoch in `start`. Without a schedule, all later epochs have the same number.
-        total_steps: number of optimizer steps of the whole run.
-        bin_cost: function that returns the `cost` of a bin, given the row numbers of the bin.
 
     Raises:
         DataError: if there is no sample, or a sample has more than `max_tokens` tokens.
@@ -278,14 +233,14 @@ class PlanSampler:
         return self._first_epoch + bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch: its optimizer steps, each with its bins (packed sequences)."""
+        """Return the plan of an epoch: its optimizer steps, each with its bins."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)
         return self._plan[1]
 
     def step_plan(self, step: int) -> StepPlan:
-        """Return the plan of a global step: its bins (packed sequences), and the numbers of samples and tokens."""
+        """Return the plan of a global step: its bins, and the numbers of samples and tokens."""
         epoch = self.epoch_of(step)
         plan = self.epoch_plan(epoch)
         step_in_epoch = step - self.first_step(epoch)
@@ -305,7 +260,7 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the row numbers that an epoch uses, int64, or None if the epoch uses all rows. A row is one use of a sample."""
+        """Return the row numbers that an epoch uses, int64, or None if the epoch uses all rows."""
         if epoch in self.given:
             return np.array([i for step in self.given[epoch].steps for bin in step for i in bin], np.int64)
         return None if self.schedule is None else self.schedule.rows(epoch)
@@ -315,12 +270,7 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the windows of an epoch, in the order in which they are read, as int64 arrays of row numbers.
-
-        A row is one use of a sample. A window is a group of rows that is packed into bins separately. The few bins of a window
-        that do not fill an optimizer step are combined with bins of the next windows, and may exchange rows with these bins.
-        Return None if the epoch uses all rows of the data as one window.
-        """
+        """Return the windows of an epoch in reading order; None if the epoch is one window of all rows."""
         rows = self.rows(epoch)
         if self._windows is None:
             return None if rows is None else [rows]

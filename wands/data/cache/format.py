@@ -4,9 +4,8 @@
     shard-00000.h5     /samples/000000/NAME for each array of the sample, contiguous; attributes key, crc32, meta
     index.npz          arrays, keys, positions, shapes, checksums, the embedding of ""; written last
 
-The manifest and the index describe each array (`wands.conditions.arrays.ArraySpec`) by its name, dtype and dimensions. A cache
-stores bf16 as uint16 arrays of bits, and bool as packed bits. `shards.py` defines functions that read shards, and the class of
-the index (`CacheIndex`).
+Manifest and index describe each array by name, dtype and dimensions (`wands.conditions.arrays.ArraySpec`). A cache stores bf16 as
+uint16 bits, and bool as packed bits. `shards.py` reads shards and defines `CacheIndex`.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ _MANIFEST = TypeAdapter(_Manifest)
 def cache_contract(variant: Variant) -> dict[str, Any]:
     """Return the properties of a variant that decide whether a cache fits a model.
 
-    The keys are "variant" (name and sizes), "conditions" (maps the name of each condition to what decides the content of its
-    arrays in addition to the encoders) and "arrays" (list of descriptions, in the order of checksums and offsets).
+    The keys are "variant" (name and sizes), "conditions" (settings that decide the content of each condition's arrays) and
+    "arrays" (descriptions, in the order of checksums and offsets).
     """
     return {
         "variant": {
@@ -113,14 +112,9 @@ def contract_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `manifest.json`. The value of "digest" is a hash of all other values, so that a damaged
-    or edited file is noticed.
+    """Return the content of `manifest.json`, with tuples as lists. "digest" is a hash of all other values.
 
-    Tuples are converted to lists, so that the result equals the content of the written file.
-
-    Args:
-        variant: variant of the model, or its contract (see `cache_contract`), for example from the manifest of another cache.
-        fingerprint: fingerprint of encoders and settings, as nested JSON values.
+    `variant` may also be a contract from the manifest of another cache.
     """
     contract = cache_contract(variant) if isinstance(variant, Variant) else variant
     manifest: dict[str, Any] = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
@@ -129,11 +123,7 @@ def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[st
 
 
 def stored_arrays(manifest: Mapping[str, Any]) -> tuple[ArraySpec, ...]:
-    """Return the arrays that a manifest describes.
-
-    Raises:
-        ValueError: if the manifest is damaged.
-    """
+    """Return the arrays that a manifest describes. A damaged manifest raises ValueError."""
     return tuple(ArraySpec.from_json(value) for value in manifest["arrays"])
 
 
@@ -141,8 +131,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read `manifest.json` of a cache folder.
 
     Raises:
-        CacheError: if the folder is not a cache, the manifest is damaged, or its schema version is not
-            `SCHEMA_VERSION`.
+        CacheError: if the folder is no cache, the manifest is damaged, or its schema version is not `SCHEMA_VERSION`.
     """
     if not (path / MANIFEST_NAME).exists():
         what = f"not a latent cache (no {MANIFEST_NAME})" if path.is_dir() else "not a folder"
@@ -194,14 +183,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> DiskError:
-    """Return the DiskError for a failed write, for example because the disk is full or read-only.
-
-    Args:
-        path: file that could not be written.
-        wanted: size of the write in bytes.
-        error: error that the operating system or HDF5 raised.
-        cache: folder of the cache, for the message. Default: folder of the file.
-    """
+    """Return the DiskError for a failed write of `wanted` bytes. `cache` defaults to the folder of the file."""
     free = shutil.disk_usage(path.parent).free
     problem = reason(error)
     fix = "Free some space, or choose another --out"
@@ -217,7 +199,7 @@ def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = N
 def reason(error: Exception) -> str:
     """Return the cause of an operating system or HDF5 error in a few words, such as "No space left on device".
 
-    HDF5 hides the operating system's error number in a long text, so this function searches the text for the number.
+    HDF5 hides the error number in a long text, which is searched for it.
     """
     number = system_number(error)
     return os.strerror(number) if number in errno.errorcode else one_line(error)

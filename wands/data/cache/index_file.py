@@ -76,16 +76,7 @@ def _parse_array(name: str, content: bytes, item: type[np.generic], num_dims: in
 
 
 def check_index_values(arrays: Mapping[str, np.ndarray], num_shards: int, num_licenses: int) -> None:
-    """Check the values of an index that training computes with.
-
-    Args:
-        arrays: arrays of the index, with one item per sample (or per shard).
-        num_shards: number of shards that the index names.
-        num_licenses: number of licenses that the index names.
-
-    Raises:
-        ValueError: if a value is out of bounds.
-    """
+    """Check the values of an index that training computes with. A value out of bounds raises ValueError."""
     shards, fps, licenses = (arrays[name] for name in ("shards", "fps", "licenses"))
     sizes = arrays["latent_shapes"].astype(np.float64).prod(axis=1) * 2  # bf16
     in_shards = bool(np.all((shards >= 0) & (shards < num_shards)))

@@ -1,8 +1,4 @@
-"""Read a latent cache: HDF5 shards that store bf16 bits, and an index.
-
-The index contains the shapes of all samples, so that an epoch can be planned without opening the shards.
-`wands/data/cache/format.py` describes the files. `wands/data/cache/writer.py` writes them.
-"""
+"""Read a latent cache. The index has the shapes of all samples, so an epoch is planned without opening the shards."""
 
 from __future__ import annotations
 
@@ -46,40 +42,31 @@ FIX = "encode again with wands preprocess --model MODEL --out NEW_FOLDER, where 
 
 
 class LatentCache(SampleFacts):
-    """Random access to the samples of a finished cache.
+    """Random access to the samples of a finished cache, of which only the index stays in memory.
 
-    Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method.
-    Several threads can read at once. The first read of a shard, and the first read after its file has changed, check
-    that the shard matches the index.
-
-    A cache may be larger than memory. Only the index (some hundred bytes per sample) stays in memory.
+    Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method, and several
+    threads can read at once. The first read of a shard, and the first after its file has changed, check that it matches the
+    index.
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
-        licenses: array of texts, the license of each sample. "" if the source of the sample states no license.
-        mask_sums: float64 [N, 2], two sums of token weights for each sample with a loss mask: over all tokens, and over the
-            tokens of the first latent frame. Zeros for a sample without a mask.
+        licenses: license of each sample, "" if none is stated.
+        mask_sums: float64 [N, 2], sums of the token weights of each loss mask: over all tokens, and over the first latent frame.
+            Zeros without a mask.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
-        index: the `CacheIndex` with facts about all samples.
-        manifest: content of manifest.json, with the variant (kind of Wan model) and the fingerprint.
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
-        places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
-        arrays: descriptions of the stored arrays.
+        places: int64 [N, 2], (shard, position in the shard) of each sample.
         served: names of the arrays that `read` returns: all arrays until `serve` selects those of a model.
         unused: names of the conditions of outside code that the cache stores and `serve` did not select.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
-        """Read the manifest and the index. Check that all shards exist and have the right size.
-
-        Args:
-            path: cache folder.
-            verify: whether each read verifies the checksum of the sample.
+        """Read the manifest and the index. With `verify`, each read verifies the checksum of the sample.
 
         Raises:
-            CacheError: if the folder is not a finished cache, its schema version is not supported, or a shard is
-                missing or does not match the index.
+            CacheError: if the folder is no finished cache, its schema version is not supported, or a shard is missing or does not
+                match the index.
         """
         self.path = Path(path)
         self.verify = verify
@@ -115,11 +102,7 @@ class LatentCache(SampleFacts):
         return len(self.index)
 
     def find(self, key: str) -> int:
-        """Return the number of the sample with the given key. `read` takes this number.
-
-        Raises:
-            CacheError: if the cache has no sample with this key. The error message names some existing keys.
-        """
+        """Return the number of the sample with the given key, for `read`. CacheError names some keys if there is none."""
         if key in self.index.keys:
             return self.index.keys.index(key)
         near = ", ".join([k for k in self.index.keys if key.lower() in k.lower()][:3] or self.index.keys[:3])
@@ -128,14 +111,10 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the arrays of a sample that the model needs (`serve`). Optional arrays that the sample lacks are left out.
+        """Read the arrays of sample `i` that the model needs (`serve`), without optional arrays that it lacks.
 
-        Args:
-            i: number of the sample: its position in the reader's attribute `keys`.
-            frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
-                are zero in the returned arrays. They are not read from the file, unless the reader was opened with `verify`,
-                which needs the whole sample to compute the checksum. A rank of a context-parallel group needs only the frames
-                that contain the rank's tokens (`wands.patches.frames_of_tokens`).
+        `frames` is the range (first, end) of needed latent frames; all others are zero and, without `verify`, not read. A rank of
+        a context-parallel group needs only the frames of its tokens (`wands.patches.frames_of_tokens`).
 
         Raises:
             CacheError: if the shard is damaged or does not match the index, or (with `verify`) the checksum is wrong.
@@ -188,20 +167,11 @@ class LatentCache(SampleFacts):
         return read_patiently(path, read)
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
-        """Raise CacheError if the cache does not fit a model.
+        """Raise CacheError with both values if the cache does not fit a model.
 
-        Cache and model must have the same VAE stride, patch size, latent channels and text width. The cache must contain
-        the arrays that the model's conditions need, made with the same settings of these conditions, and may contain more arrays.
-
-        Args:
-            variant: variant (kind of Wan model) to train.
-            fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Only
-                the components in this mapping are compared, because a model folder may contain a bare DiT without
-                encoders.
-
-        Raises:
-            CacheError: if the cache and the model differ. The error message names the value of the cache and the value
-                of the model.
+        Cache and model must have the same VAE stride, patch size, latent channels and text width. The cache must contain the
+        arrays that the model's conditions need, made with the same settings, and may contain more. Only the components in
+        `fingerprint` are compared, because a model folder may contain a bare DiT without encoders.
         """
         conditions = [condition for condition in conditions_of(variant) if condition.arrays]
         contract = cache_contract(variant)
@@ -231,17 +201,7 @@ class LatentCache(SampleFacts):
         self.check_encoders(fingerprint, theirs["name"])
 
     def check_encoders(self, fingerprint: Mapping[str, Any], model: str) -> None:
-        """Raise CacheError if the encoders that made the cache differ from the encoders of a model.
-
-        Args:
-            fingerprint: digests of the model's encoders. Only the components (such as "vae") in this mapping are
-                compared, see `check_fits`.
-            model: name of the model for the error message.
-
-        Raises:
-            CacheError: if a component differs. The error message names the digest of the cache and the digest of the
-                model.
-        """
+        """Raise CacheError with both digests if the encoders in `fingerprint` differ from those that made the cache."""
         known = {part: self.fingerprint.get(part) for part in fingerprint}
         if difference := first_difference(known, fingerprint):
             name, cached, own = difference
@@ -268,13 +228,7 @@ class LatentCache(SampleFacts):
 
     @contextmanager
     def _open(self, i: int) -> Iterator[BufferedReader[FileIO]]:
-        """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
-        changed, compare the shard with the index.
-
-        Raises:
-            CacheError: if the shard is damaged or does not match the index, also inside the `with` block.
-            DiskError: if the file system does not read the shard, also inside the `with` block.
-        """
+        """Open the shard of sample `i` as a plain file, compared with the index if it is new or has changed."""
         path = self._path(i)
         # The default buffer of a network file system can be larger than the frames to read.
         with damage_named(path), BufferedReader(FileIO(path), 1 << 13) as file:
@@ -290,11 +244,7 @@ class LatentCache(SampleFacts):
         return self.path / self.index.shard_names[self.index.shards[i]]
 
     def _compare(self, i: int, file: h5py.File) -> h5py.Group:
-        """Compare an open shard with the index, and return the HDF5 group of sample `i`.
-
-        Raises:
-            CacheError: if the sample's key, the shape or dtype of an array or the digest of the shard differs from the index.
-        """
+        """Compare an open shard with the index, and return the HDF5 group of sample `i`."""
         group, stored = open_sample(file, int(self.index.rows[i]), self.arrays)
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at its position in the index, because sample {key} is there")
@@ -355,16 +305,7 @@ def _read_array(
     offset: int,
     frames: tuple[int, int] | None,
 ) -> np.ndarray:
-    """Read a stored array.
-
-    Args:
-        file: the shard.
-        spec: description of the array.
-        shape: shape of the array.
-        offset: position in bytes at which the array starts.
-        frames: (first, end) of the range of indices along `spec.frames_axis` to read, without `end` itself. The rest of the
-            result is zero. None reads the whole array.
-    """
+    """Read a stored array at byte `offset`, or only the range `frames` along `spec.frames_axis`; the rest is zero."""
     if offset + spec.num_bytes(shape) > os.fstat(file.fileno()).st_size:  # before memory is allocated
         raise OSError("the file ends too early")
     array = np.zeros(spec.stored_shape(shape), spec.stored_dtype)

@@ -1,7 +1,4 @@
-"""Shards of a latent cache and their index: file names, functions that read finished shards, and facts about all samples.
-
-Planning an epoch needs only the index, and does not open the shards.
-"""
+"""Shards of a latent cache and their index: file names, functions that read finished shards, and facts about all samples."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ from wands.values import check_values
 
 T = TypeVar("T")
 LIBVER = ("v110", "v110")
-"""(oldest, newest) version of the HDF5 file format that h5py may write. HDF5 1.10 and later can read these files. With
-"latest", only the newest HDF5 could read the files."""
+"""(oldest, newest) HDF5 format to write, for HDF5 1.10 and later. With "latest", only the newest HDF5 could read the files."""
 TEXTS = ("keys", "shard_names", "shard_ids", "license_names")
 """Arrays of `CacheIndex` that contain texts."""
 _SHARD_NAME = re.compile(r"shard-\d{5,}\.h5")
@@ -86,15 +82,13 @@ class IndexEntry:
     offsets: tuple[int, ...]
     """Position in bytes in the shard at which each array of the cache starts; 0 for an array that the sample lacks."""
     video: str = ""
-    """Digest of the video that the latents were made from: the file, the time range, the crop and the mask. The caption does
-    not change the digest. Empty for imported latents."""
+    """Digest of file, time range, crop and mask, from which the latents were made. Empty for imported latents."""
     last: bool = False
-    """Whether the sample contains the last window (range of frames) of its clip."""
+    """Whether the sample contains the last window of its clip."""
     signature: tuple[int, int] = (0, 0)
     """Bits by which nearly equal videos are found (`wands.data.holdout.signature`)."""
     display_size: tuple[str, ...] = ()
-    """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
-    imported latents."""
+    """Width and height in square pixels as texts such as "640" or "2560/3". Empty for imported latents."""
     matrix: str = ""
     """`VideoInfo.matrix` of the source video. Empty for small videos and in samples of earlier versions."""
     license: str = ""
@@ -117,14 +111,12 @@ def shard_number(path: Path) -> int:
 
 
 def sample_path(row: int) -> str:
-    """Return the HDF5 path of sample number `row` of a shard. The path contains the number and not the sample's key,
-    because keys may contain any character.
-    """
+    """Return the HDF5 path of sample `row`: a number, because keys may contain any character."""
     return f"samples/{row:06d}"
 
 
 def open_hdf5(path: Path, mode: Literal["r", "w"] = "r") -> h5py.File:
-    """Open an HDF5 file. The cache has its own lock; that of HDF5 fails on read-only file systems and on those without locks.
+    """Open an HDF5 file without the lock of HDF5, which fails on read-only file systems and on those without locks.
 
     Raises:
         WandsError: if the file is no regular file, such as a named pipe, which would block.
@@ -137,16 +129,7 @@ def open_hdf5(path: Path, mode: Literal["r", "w"] = "r") -> h5py.File:
 
 
 def open_shard(path: Path, fingerprint: str) -> h5py.File:
-    """Open a finished shard for reading.
-
-    Args:
-        path: file of the shard.
-        fingerprint: digest of the fingerprint (encoders and settings) in the manifest. The shard must contain the
-            same digest.
-
-    Raises:
-        OSError: if the file is unreadable, or the shard belongs to a cache with another fingerprint.
-    """
+    """Open a finished shard for reading. Raise OSError if it is unreadable or has another fingerprint digest."""
     file = open_hdf5(path)
     if file.attrs.get("fingerprint") != fingerprint:
         file.close()
@@ -165,7 +148,7 @@ def open_sample(
     """Return the HDF5 group of a stored sample, and its arrays without optional arrays that it lacks.
 
     Raises:
-        KeyError: if the shard has no such sample, or the sample lacks an array that is not optional.
+        KeyError: if the shard lacks the sample or an array that is not optional.
         OSError: if something is a link, or an array is not stored in one piece inside the shard. wands writes no such shard.
     """
     group = _child(_child(file, "samples", h5py.Group), f"{row:06d}", h5py.Group)
@@ -199,18 +182,12 @@ def _child(group: h5py.Group, name: str, kind: type[T]) -> T:
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
-    """Return a digest of the samples of a shard: their keys, checksums and byte positions in the file. Shards with different
-    samples have different digests, even if the files have equal sizes.
-    """
+    """Return a digest of the keys, checksums and byte positions of a shard's samples, which tells shards of equal size apart."""
     return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
 
 
 def read_shard_id(path: Path) -> str:
-    """Read the digest that a finished shard stores. The digest covers all samples of the shard, see `shard_id`.
-
-    Raises:
-        CacheError: if the shard is damaged.
-    """
+    """Read the `shard_id` that a finished shard stores. A damaged shard raises CacheError."""
 
     def read() -> str:
         with damage_named(path), open_hdf5(path) as file:
@@ -220,25 +197,13 @@ def read_shard_id(path: Path) -> str:
 
 
 def entries_of(file: h5py.File, shard: str, arrays: Sequence[ArraySpec]) -> Iterator[IndexEntry]:
-    """Yield an index entry (shape, checksum and other facts) for each sample in an open shard.
-
-    Args:
-        file: the open shard.
-        shard: file name of the shard, which becomes part of each entry.
-        arrays: arrays of the cache.
-    """
+    """Yield the index entry of each sample in an open shard."""
     for row in sample_rows(file):
         yield read_entry(file, shard, row, arrays)
 
 
 def read_entry(file: h5py.File, shard: str, row: int, arrays: Sequence[ArraySpec]) -> IndexEntry:
-    """Return the index entry (shape, checksum and other facts) of one stored sample.
-
-    Args:
-        file: the open shard.
-        shard: file name of the shard.
-        row: number of the sample in the shard.
-        arrays: arrays of the cache.
+    """Return the index entry of one stored sample.
 
     Raises:
         KeyError, OSError, ValueError: if the sample is damaged, or another program has changed the shard.
@@ -268,16 +233,7 @@ def read_entry(file: h5py.File, shard: str, row: int, arrays: Sequence[ArraySpec
 
 
 def read_entries(path: Path, fingerprint: str, arrays: Sequence[ArraySpec]) -> Iterator[IndexEntry]:
-    """Yield an index entry (shape, checksum and other facts) for each sample in a finished shard.
-
-    Args:
-        path: file of the shard.
-        fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
-        arrays: arrays of the cache.
-
-    Raises:
-        CacheError: if the shard is damaged or belongs to another cache.
-    """
+    """Yield the index entries of a finished shard. CacheError if it is damaged or belongs to another cache."""
 
     def read() -> list[IndexEntry]:
         with damage_named(path), open_shard(path, fingerprint) as file:
@@ -289,19 +245,9 @@ def read_entries(path: Path, fingerprint: str, arrays: Sequence[ArraySpec]) -> I
 def read_stored(
     path: Path, fingerprint: str, row: int, arrays: Sequence[ArraySpec], patch_size: tuple[int, int, int]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a sample of a finished shard, and verify the checksum of the sample.
+    """Read (arrays, metadata) of a sample in a finished shard, with its checksum verified.
 
-    Args:
-        path: file of the shard.
-        fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
-        row: number of the sample in the shard.
-        arrays: arrays of the cache.
-        patch_size: latent (frames, rows, columns) of one token.
-
-    Returns:
-        (arrays, metadata). arrays: maps the name of each array of the sample to the array. The text embedding is left out,
-        because callers reuse the other arrays with a new caption. metadata: facts about the sample as JSON values, such as
-        "fps" and "num_frames".
+    The text embedding is left out, because callers reuse the other arrays with a new caption.
 
     Raises:
         CacheError: if the checksum is wrong, or the shard is damaged or belongs to another cache.
@@ -326,12 +272,9 @@ def read_stored(
 
 @contextmanager
 def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
-    """Context manager for reading a file of a cache. If a damaged file causes an error, CacheError is raised instead. If the
-    file system causes an error, DiskError is raised: the file may be intact.
+    """Context manager that raises CacheError, with `fix` as the end of its message, for errors of a damaged cache file.
 
-    Args:
-        path: the file, which the message names.
-        fix: end of the message, which says how to repair the cache. The default is for a damaged shard.
+    An error of the file system raises DiskError: the file may be intact.
     """
     try:
         yield
@@ -355,29 +298,25 @@ def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class CacheIndex:
-    """Facts about all samples of a cache, as arrays. Item i of each array of length N belongs to `keys[i]`.
+    """Facts about all samples of a cache. Item i of each array of length N belongs to `keys[i]`; the keys are sorted.
 
     Attributes:
-        keys: sample ids, sorted.
-        shard_names: file names of the shards.
         shard_bytes: int64 [shards], sizes of the shards in bytes.
         shard_ids: digests of the shards' contents.
-        shards: int32 [N], position in `shard_names` of the shard that contains the sample.
+        shards: int32 [N], position in `shard_names` of the sample's shard.
         rows: int32 [N], number of the sample inside its shard.
         latent_shapes: int32 [N, 4], latent (channels, frames, rows, columns).
-        free_lens: int32 [N, K], sizes of the dimensions that the size of a sample does not decide: one column for each such
-            dimension of `arrays`, such as the number of text tokens without padding. 0 for an array that the sample lacks.
+        free_lens: int32 [N, K], sizes of the dimensions of `arrays` that the sample's size does not decide, such as the number of
+            text tokens. 0 for an array that the sample lacks.
         crc32: uint32 [N], checksum of all arrays of the sample.
         num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, number of `arrays`], byte position in the shard at which each array starts, so that a reader can
-            read arrays without HDF5. 0 for an array that the sample lacks.
+        offsets: int64 [N, number of `arrays`], byte position of each array in the shard, for reading without HDF5. 0 for an array
+            that the sample lacks.
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
-        signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`).
-        license_names: licenses of the clips, each once.
-        licenses: int32 [N], position in `license_names` of the license of the sample; -1 if the source states no license.
-        mask_sums: float64 [N, 2], two sums of token weights for each sample with a mask. The first sum is over all tokens, and
-            the second sum is over the tokens of the first latent frame. Zeros for a sample without a mask.
+        signatures: uint64 [N, 2], see `wands.data.holdout.signature`.
+        licenses: int32 [N], position in `license_names`; -1 if the source states no license.
+        mask_sums: float64 [N, 2], see `LatentCache`.
         arrays: arrays of the samples, in the order of the manifest.
     """
 
@@ -437,14 +376,7 @@ class CacheIndex:
     def build(
         cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray, arrays: Sequence[ArraySpec]
     ) -> CacheIndex:
-        """Build the index of finished shards. The index is sorted by key.
-
-        Args:
-            path: cache folder that contains the shards.
-            entries: entry of each sample, with its shape, checksum and other facts.
-            null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
-            arrays: arrays of the cache.
-        """
+        """Build the index of finished shards. `null_text` is uint16 [text tokens, width of the text encoder], bf16 bits."""
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
         number = {name: i for i, name in enumerate(names)}
@@ -472,9 +404,7 @@ class CacheIndex:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the content of `index.npz`. Strings are stored as NUL-separated UTF-8, so that reading does not need
-        pickle.
-        """
+        """Return the content of `index.npz`. Strings are NUL-separated UTF-8, so that reading needs no pickle."""
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         buffer = io.BytesIO()
         arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
@@ -484,11 +414,7 @@ class CacheIndex:
 
     @classmethod
     def from_file(cls, path: Path) -> CacheIndex:
-        """Read the index of a cache from the file `index.npz`.
-
-        Raises:
-            CacheError: if the file is damaged or an array is missing.
-        """
+        """Read `index.npz`. CacheError if it is damaged or an array is missing."""
         fix = "run the same wands preprocess command again, which rebuilds the index from the shards."
 
         def read() -> CacheIndex:

@@ -1,7 +1,6 @@
-"""Write-ahead log of samples and text embeddings. A killed process loses at most the record (entry) that it was writing.
+"""Write-ahead log of samples and text embeddings. A killed process loses at most the record that it was writing.
 
-An HDF5 file is unreadable if the process that writes the file is killed. So samples are first appended to a log. Later,
-the samples are copied from the log to shards (HDF5 files) of the cache.
+An HDF5 file is unreadable if its writer is killed, so samples go to a log first, and from there to the shards.
 """
 
 from __future__ import annotations
@@ -30,15 +29,11 @@ _MAGIC = b"wjr1"
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Position and metadata of one record in a write-ahead log. The arrays of the record stay on the disk until `read` is called.
+    """Position and metadata of one record. The arrays stay on the disk until `read`.
 
     Attributes:
-        name: for a text embedding, the digest of the caption. For the samples of one window (range of frames), the digest of
-            the video and a suffix, such as "#0003#640x352" (window number and frame size).
-        meta: metadata, as JSON values.
-        path: file of the log.
+        name: digest of the caption, or digest of the video with the window's suffix, such as "#0003#640x352".
         offset: position in bytes at which the arrays start in the file.
-        shapes: shapes of the arrays.
         dtypes: dtypes of the arrays, "uint16" or "uint8".
         crc32: CRC-32 of the arrays' bytes.
     """
@@ -62,11 +57,7 @@ class LogRecord:
         return [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in pairs]
 
     def read(self) -> list[np.ndarray]:
-        """Read the record from the disk, and return its arrays. The arrays are writable.
-
-        Raises:
-            CacheError: if the checksum is wrong, for example after a power failure.
-        """
+        """Return the arrays, writable. CacheError if the checksum is wrong, for example after a power failure."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             content = bytearray(file.read(self.end - self.offset))
@@ -86,11 +77,7 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Yield the records of a write-ahead log, up to the first record that is incomplete or has a damaged header.
-
-    Args:
-        path: file of the log. Another process may append to the file at the same time.
-    """
+    """Yield the records up to the first that is incomplete or damaged. Another process may append at the same time."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         position = 0
@@ -121,23 +108,13 @@ def read_records(path: Path) -> Iterator[LogRecord]:
 
 
 class WriteAheadLog:
-    """Log file to which one process at a time appends records. The file may be new, or left by a killed process.
-
-    Attributes:
-        path: file of the log.
-        num_records: number of records in the file.
-        num_bytes: size of the file in bytes.
-    """
+    """Log file, new or left by a killed process, to which one process at a time appends records."""
 
     def __init__(self, path: Path, durable: bool = True, patience: float = 60.0) -> None:
-        """Open the file, lock it, and remove an incomplete record at the end of the file. `close` or the end of the process
-        releases the lock.
+        """Open or create the file, lock it until `close` or the end of the process, and remove an incomplete last record.
 
-        Args:
-            path: file of the log. A missing file is created.
-            durable: whether to sync every record to the disk. Otherwise records survive a kill of the process, but not a
-                power failure.
-            patience: seconds to wait for another process that has locked the file.
+        Unless `durable`, records survive a kill of the process, but not a power failure. `patience` is the seconds to wait for
+        the lock.
 
         Raises:
             DiskError: if the disk is full.
@@ -160,13 +137,7 @@ class WriteAheadLog:
             self._open = stack.pop_all()
 
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Append one record. After this method returns, the record survives a kill of the process.
-
-        Args:
-            name: name of the record. The name is the digest of a caption, or the digest of a video followed by a suffix such as
-                "#0003#640x352" (see `LogRecord`).
-            arrays: uint16 or uint8 arrays, contiguous.
-            meta: metadata, as JSON values.
+        """Append one record of contiguous uint16 or uint8 arrays, which then survives a kill of the process.
 
         Raises:
             DiskError: if the disk is full. The log is unchanged.

@@ -1,9 +1,7 @@
 """Write a latent cache: first the shards, then the index.
 
-Every file is written under a temporary name, synced and renamed, so a shard is either complete or absent. If a process is
-killed, its unfinished shard (an HDF5 file) is lost. A resumed run therefore continues after the last complete shard.
-Readers refuse a folder without an index. The index is sorted by key. So neither the order of writing nor an interruption
-affects training.
+Every file is written under a temporary name, synced and renamed. A killed process loses its unfinished shard. Readers refuse a
+folder without an index, which is sorted by key, so neither order nor interruption of writing affects training.
 """
 
 from __future__ import annotations
@@ -60,15 +58,11 @@ SLACK = 1 << 17
 
 
 class ShardWriter:
-    """Writer that stores samples in new shards of a cache. Several processes may write to the same folder, because
-    each shard has only one writer.
+    """Writer of new shards. Several processes may write to the same folder, because each shard has only one writer.
 
     Attributes:
-        path: cache folder.
-        digest: digest of the fingerprint (encoders and settings) in the manifest. Each shard stores the digest.
-        arrays: arrays of the cache, in the order of the manifest.
-        entries: maps the key of a sample to its index entry, for the samples in all shards that this writer has finished. In
-            the subclass `CacheWriter`, `entries` also contains the samples in all shards that `refresh` has read.
+        digest: digest of the fingerprint in the manifest, which each shard stores.
+        entries: index entries by key, of the samples in all shards that this writer has finished (or `CacheWriter.refresh` read).
     """
 
     def __init__(
@@ -79,14 +73,10 @@ class ShardWriter:
         max_samples: int = 512,
         max_bytes: int = 1 << 30,
     ) -> None:
-        """Store the settings. The first file is created when the first sample is added.
+        """Store the settings; the first sample creates the first file. `path` has a manifest already.
 
-        Args:
-            path: cache folder, which already contains a manifest.
-            fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
-            arrays: arrays of the cache, in the order of the manifest.
-            max_samples: largest number of samples of a shard.
-            max_bytes: a shard is finished when its arrays have at least this many bytes, so it may be larger by one sample.
+        A shard is finished at `max_samples` or when its arrays have at least `max_bytes` bytes, so it may be larger by one
+        sample.
         """
         self.path = path
         self.max_samples = max_samples
@@ -104,29 +94,20 @@ class ShardWriter:
         self._rows: dict[str, int] = {}
 
     def has(self, key: str, content: str) -> bool:
-        """Return whether a finished shard contains a sample with this key and this content.
-
-        Args:
-            key: sample id.
-            content: digest of everything that the sample is made from, including the caption.
-        """
+        """Return whether a finished shard has a sample with this key and this `content`."""
         return key in self.entries and self.entries[key].content == content
 
     def add(self, key: str, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Append a sample. Samples of a shard that differ only in the text share one copy of their other arrays.
 
-        Args:
-            key: unique sample id.
-            arrays: arrays of the sample by name, with the dtypes and shapes that the manifest describes. The text embedding has
-                no padding. At least one token weight must not be 0.
-            meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
-                made from, including the caption). Usual: `caption`, `source` (path of the file), `start_seconds`, `video`
-                (digest of everything that the latents were made from) and `last`. `last` tells whether the sample is the last
-                range of frames of its clip.
+        The arrays are as in the manifest, the text without padding; at least one token weight must not be 0. `meta` needs
+        `num_frames`, `fps` and `content` (digest of everything that the sample was made from). Usual are `caption`, `source`,
+        `start_seconds`, `video` (digest of everything that the latents were made from) and `last` (whether it is the clip's last
+        window).
 
         Raises:
-            DiskError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
-                earlier samples. If the space was reserved and a write fails, the unfinished shard is removed.
+            DiskError: if the disk is full. Without space for the sample, the shard is closed and keeps the earlier samples. If a
+                write fails in reserved space, the unfinished shard is removed.
         """
         unknown = arrays.keys() - {spec.name for spec in self.arrays}
         missing = {spec.name for spec in self.arrays if not spec.optional} - arrays.keys()
@@ -176,15 +157,10 @@ class ShardWriter:
             self.finish_shard()
 
     def add_log(self, path: Path) -> None:
-        """Copy samples from a write-ahead log to shards, and finish the last shard. Samples in finished shards are skipped.
+        """Copy samples from a write-ahead log to shards, skip those in finished shards, and finish the last shard.
 
-        A record of the log contains one video with one or several captions. Each caption makes one sample. The first arrays
-        of the record belong to the video: the latents and, for some videos, further arrays. `meta["arrays"]` lists the
-        names of the video's arrays. The other arrays are the text embeddings, one for each sample. `meta["samples"]` is
-        a list of pairs (sample key, metadata of the sample).
-
-        Args:
-            path: file of the log.
+        A record is one video with one or several captions, each of which makes a sample: first the arrays named in
+        `meta["arrays"]`, then one text embedding for each (key, metadata) in `meta["samples"]`.
 
         Raises:
             CacheError: if a record is damaged.
@@ -203,11 +179,7 @@ class ShardWriter:
         self.finish_shard()
 
     def finish_shard(self) -> None:
-        """Close the file of the open shard, and give it the final name. Remove the file if the shard has no samples.
-
-        Raises:
-            DiskError: if the disk is full. The shard is then removed.
-        """
+        """Give the open shard its final name, or remove it if it is empty or, with a DiskError, if the disk is full."""
         if self._file is None:
             return
         try:
@@ -243,10 +215,9 @@ class ShardWriter:
             self._next += 1
 
     def _open_shard(self, num_bytes: int) -> h5py.File:
-        """Return the open shard, or begin a new shard, and reserve disk space for `num_bytes` more bytes.
+        """Return the open or a new shard, with disk space for `num_bytes` more bytes reserved.
 
-        A failed write inside HDF5 ends the process with a segmentation fault. The space is therefore reserved
-        before HDF5 writes.
+        A failed write inside HDF5 would end the process with a segmentation fault.
         """
         try:
             if self._file is None:
@@ -273,12 +244,7 @@ class ShardWriter:
             os.close(descriptor)
 
     def _drop_shard(self, wanted: int, error: Exception) -> DiskError:
-        """Remove the file and the samples of the unfinished shard, and return the error to raise.
-
-        Args:
-            wanted: size of the failed write in bytes.
-            error: error of the failed write.
-        """
+        """Remove the file and the samples of the unfinished shard, and return the error to raise."""
         with suppress(OSError, RuntimeError):  # the flush on closing fails, too
             if self._file is not None:
                 self._file.close()
@@ -301,8 +267,7 @@ def _mask_sums(bits: np.ndarray | None) -> list[float]:
 
 
 def _cut_slack(shard: Path) -> None:
-    """Release the reserved disk space that the shard did not need. HDF5 does not release this space when it closes the
-    file.
+    """Release the reserved disk space that the shard did not need, which HDF5 keeps.
 
     Source: HDF5 File Format Specification 3.0, superblock versions 2 and 3, "End of File Address".
     """
@@ -314,30 +279,19 @@ def _cut_slack(shard: Path) -> None:
 
 
 class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
-    """Writer for a new cache, or for a cache that an earlier run with the same fingerprint (encoders and settings) began.
+    """Context manager that writes a new cache, or continues one with the same fingerprint. Call `commit` at the end.
 
-    Use the writer as a context manager, and call `commit` at the end. If an error or Ctrl-C ends the context early, the
-    samples written so far are stored in a finished shard, but no index is written. So readers see the cache unchanged.
-
-    Attributes:
-        check_lock: function that raises a WandsError if another process has taken the cache over.
+    If an error or Ctrl-C ends the context early, the samples so far are stored in a finished shard, but no index is written, so
+    readers see the cache unchanged. `check_lock` raises a WandsError if another process has taken the cache over.
     """
 
     def __init__(
         self, path: Path, variant: Variant | Mapping[str, Any], fingerprint: Mapping[str, Any], **limits: int
     ) -> None:
-        """Create or open the cache folder, and lock it.
-
-        Args:
-            path: cache folder.
-            variant: variant (kind of Wan model) for which the samples are made, or its contract (`cache_contract`), which the
-                manifest of a cache contains.
-            fingerprint: fingerprint of encoders and settings, as nested JSON values.
-            limits: `max_samples` and `max_bytes` of a shard, see `ShardWriter`.
+        """Create or open the cache folder, and lock it. `variant` may be a contract; `limits` are those of `ShardWriter`.
 
         Raises:
-            CacheError: if the folder contains files that are not a cache, or a cache with another variant or fingerprint;
-                the message names the differing values.
+            CacheError: if the folder contains other files than a cache, or a cache with another variant or fingerprint.
             WandsError: if another process writes to the folder, or the folder cannot be created.
         """
         manifest = build_manifest(variant, fingerprint)
@@ -356,11 +310,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
         super().finish_shard()
 
     def refresh(self) -> None:
-        """Read the index entries of the samples in shards that other writers have finished since the last call.
-
-        Raises:
-            CacheError: if a shard is damaged.
-        """
+        """Read the entries of shards that other writers have finished since the last call. CacheError if one is damaged."""
         # A clip is encoded again if its caption or file has changed. Of two samples with one key, the later one counts.
         for shard in sorted(self.path.glob("shard-*.h5"), key=shard_number):
             if shard.name not in self._known:
@@ -371,15 +321,10 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
                 self._next = max(self._next, shard_number(shard) + 1)
 
     def commit(self, null_text_embeds: Tensor, keys: Collection[str] | None = None) -> None:
-        """Finish the last shard and write the index. The index makes the cache readable.
+        """Finish the last shard and write the index, with all samples or those in `keys`. The others stay in the shards for later
+        runs.
 
-        Args:
-            null_text_embeds: embedding of "", bf16 [text tokens, width of the text encoder].
-            keys: keys of the samples in the index. Default: all samples. Other samples stay in the shards, so that a
-                later run need not encode them again.
-
-        Raises:
-            DiskError: if the disk is full.
+        `null_text_embeds` is bf16 [text tokens, width of the text encoder]. A full disk raises DiskError.
         """
         self.finish_shard()
         entries = [entry for key, entry in self.entries.items() if keys is None or key in keys]

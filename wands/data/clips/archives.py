@@ -1,8 +1,7 @@
-"""Read the clips of tar archives (WebDataset, diffusion-pipe), and store these clips in files with safe names.
+"""Read the clips of tar archives (WebDataset, diffusion-pipe), and store them in files with safe names.
 
-The members of an archive that have the same folder and the same file name up to the first dot form one sample. A member
-is refused if it is a link or a device, or if its name leads out of the archive. Attackers have used such members to
-overwrite files.
+Members with the same folder and the same file name up to the first dot form one sample. Links, devices and names that lead out of
+the archive are refused: attackers have used them to overwrite files.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ MAX_LATENT_BYTES = 1 << 30
 """Largest size in bytes of an archive member with the latents of one sample."""
 
 MAX_GROWTH = 100
-"""Largest ratio of the total size of an archive's members to the size of the archive. Compressed zeros and sparse files can have
-a larger ratio, and fill the disk."""
+"""Largest ratio of members to archive in bytes. Compressed zeros and sparse files can exceed it, and fill the disk."""
 
 
 def is_tar(path: Path) -> bool:
@@ -40,11 +38,7 @@ def is_tar(path: Path) -> bool:
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a member of a tar archive.
-
-    A member can have an extended header, which contains, for example, a long file name. Reading fails if the extended
-    header has more than `MAX_CAPTION_BYTES` bytes. Without this limit, a damaged archive could fill the memory.
-    """
+    """Header of a member. An extended header above `MAX_CAPTION_BYTES` bytes fails, because it could fill the memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
@@ -58,19 +52,13 @@ class TarReader:
     """Context manager for an open tar archive.
 
     Attributes:
-        samples: dictionary with one item for each sample. A sample is a group of members whose paths are equal up to the
-            first dot of the file name. The key is this common part. The value maps the rest of the file name in lower
-            case ("mp4", "txt", "seg.json") to the member.
-        rejections: (name, reason) of each member that cannot be used. If the archive itself is damaged, the list also
-            contains ("", reason).
+        samples: members by sample (path up to the first dot of the file name) and by the rest of the name in lower case ("mp4",
+            "txt", "seg.json").
+        rejections: (name, reason) of each unusable member, with the name "" for the archive itself.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open an archive and list its members.
-
-        Raises:
-            DataError: if the file is not a tar archive or cannot be read.
-        """
+        """Open an archive and list its members. DataError if it is not a tar archive or cannot be read."""
         self._path = path.absolute()
         try:
             self._tar = tarfile.open(path, "r:*", tarinfo=_Header)  # noqa: SIM115 - closed by __exit__
@@ -90,11 +78,7 @@ class TarReader:
         self._tar.close()
 
     def read(self, member: tarfile.TarInfo, max_bytes: int = MAX_CAPTION_BYTES) -> bytes:
-        """Return the bytes of a member, which must be a regular file.
-
-        Raises:
-            DataError: if the member has more than `max_bytes` bytes, or the archive ends inside the member.
-        """
+        """Return the bytes of a regular file. DataError if it has more than `max_bytes` or the archive ends inside it."""
         if member.size > max_bytes:
             raise DataError(f"{member.name} has {member.size:,} bytes, max {max_bytes:,}; remove this member")
         buffer = io.BytesIO()
@@ -102,10 +86,9 @@ class TarReader:
         return buffer.getvalue()
 
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
-        """Copy a member of the archive to a new file in `folder`, and return the path of the new file.
+        """Copy a regular file to `folder`, and return the new path. An existing copy is kept.
 
-        The member must be a regular file. The new file's name is a hash of the archive's path, size and modification
-        time, and of the member's position in the archive. If a file with this name exists, the member is not read.
+        Its name is a hash of the archive's path, size and modification time, and of the member's position.
 
         Raises:
             DataError: if the archive ends inside the member.
@@ -152,8 +135,7 @@ class TarReader:
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield members up to the end mark of the archive. If the archive is damaged or has no end mark, append the reason to
-        the list `rejections`, with "" in place of a file name.
+        """Yield members up to the end mark. If it is missing or the archive is damaged, append the reason to `rejections`.
 
         `tarfile` alone would treat damage between two members as the end of the archive.
         """

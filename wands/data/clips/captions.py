@@ -32,11 +32,8 @@ def clean_caption(caption: str) -> str:
 def estimate_tokens(caption: str) -> int:
     """Estimate the number of UMT5 tokens of a caption, including the end token, without a tokenizer.
 
-    The estimate is one token per 4 characters, or per 1.5 characters of Chinese, Japanese and Korean. Errors of 25 %
-    are common, so use the estimate only to warn near the limit of 512 tokens.
-
-    Args:
-        caption: text as written. The function cleans the text first.
+    One token per 4 characters, or per 1.5 characters of Chinese, Japanese and Korean. Errors of 25 % are common, so use it only
+    to warn near the limit of 512 tokens.
     """
     text = clean_caption(caption)
     wide = len(_WIDE.findall(text))
@@ -50,11 +47,7 @@ def add_trigger(caption: str, trigger: str) -> str:
 
 
 def check_caption(value: Any, place: str) -> str:
-    """Check a caption, and return it without leading and trailing white space.
-
-    Args:
-        value: the caption.
-        place: file or row that contains the caption, for error messages.
+    """Return a caption without leading and trailing white space. `place` is its file or row, for errors.
 
     Raises:
         DataError: if the caption is missing, empty, not a text, longer than `MAX_CHARACTERS`, or not valid Unicode.

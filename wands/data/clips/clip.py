@@ -1,12 +1,9 @@
-"""Plan the samples of a clip: frame sizes and time windows. The module only computes; it uses neither files nor PyAV.
+"""Plan the samples of a clip: frame sizes and time windows, without files or PyAV.
 
-The key of a sample is the key of its clip, followed by a suffix. The suffix has a part for the window and a part for the
-size. Each part can be empty. Keys of clips never contain "#", so the suffix begins at the first "#".
+The key of a sample is the key of its clip and a suffix, such as "#0003#640x352", which begins at the first "#".
 
-- Window: with `--clip-mode slide`, a clip is cut into consecutive windows (ranges of frames). The part is the number of the
-  window, such as "#0003" for the fourth window. In other clip modes, the part is empty.
-- Size: with several values of `--max-pixels`, a clip has samples of several sizes. The part is empty for the first value. For
-  other values, the part is width x height, such as "#640x352". With a window, the suffix is, for example, "#0003#640x352".
+- Window, with `--clip-mode slide`: number of the window (range of frames), such as "#0003" for the fourth.
+- Size, for all values of `--max-pixels` except the first: width x height, such as "#640x352".
 """
 
 from __future__ import annotations
@@ -31,38 +28,25 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error for a clip whose frames are too small for the model.
-
-    After scaling down to --max-pixels, each side of a frame must have at least `ClipSpec.size_multiple` pixels.
-    """
+    """Error for a clip whose sides, scaled down to --max-pixels, are shorter than `ClipSpec.size_multiple` pixels."""
 
 
 @dataclass(frozen=True)
 class ClipSpec:
-    """Frame rate, size and length of the samples of every clip.
+    """Frame rate, size and length (1 + k * ``frame_stride`` frames) of the samples of every clip.
 
-    If ``height`` and ``width`` are set, a frame is stretched to exactly this size. With ``center_crop``, the frame is
-    instead resized to cover this size, and then cropped centrally.
-
-    Without ``height`` and ``width``, a frame keeps its aspect ratio. The frame is scaled down (never up) to at most
-    ``max_pixels``. Then it is cropped centrally, so that both sides are multiples of ``size_multiple``.
-
-    A sample has 1 + k * ``frame_stride`` frames, where k is 0 or a positive integer.
+    With ``height`` and ``width``, a frame is stretched to this size or, with ``center_crop``, resized to cover it and cropped.
+    Otherwise it keeps its aspect ratio, is scaled down (never up) to ``max_pixels`` and cropped to multiples of
+    ``size_multiple``.
 
     Attributes:
-        fps: frames per second of the samples.
         height: exact height of a frame in pixels. Set both ``height`` and ``width``, or neither.
-        width: exact width of a frame in pixels.
-        center_crop: whether to crop to ``height`` x ``width`` instead of stretching.
         max_pixels: largest height x width of a frame in pixels. It cannot be combined with ``height``.
-        more_pixels: further values of ``max_pixels``. Each window (range of frames) becomes one more sample for each value,
-            unless the window has a sample of the same size already.
+        more_pixels: further values of ``max_pixels``. Each gives one more sample of each window, unless the size is the same.
         max_frames: largest number of frames of a window. None takes the whole clip.
-        clip_mode: ``head`` takes the first frames of a clip, and ``middle`` takes the central frames. ``slide`` takes
-            consecutive windows without overlap. The last window may be shorter. A shorter last window of only one
-            frame is dropped if the clip has other windows.
-        size_multiple: height and width of a sample are multiples of this number. It is the spatial stride of the VAE x
-            the patch size: 16 for Wan 2.1.
+        clip_mode: ``head`` takes the first frames, ``middle`` the central frames, ``slide`` consecutive windows without overlap.
+            The last may be shorter; if it has only one frame, and is not the only window, it is dropped.
+        size_multiple: spatial stride of the VAE x the patch size: 16 for Wan 2.1.
         frame_stride: temporal stride of the VAE.
 
     Raises:
@@ -110,11 +94,8 @@ class ClipSpec:
     def of_variant(cls, variant: Variant, **options: Any) -> ClipSpec:
         """Return the `ClipSpec` that `wands preprocess` and `wands check` use for a model variant.
 
-        Args:
-            variant: variant of the model. Its VAE and patch size give the attributes ``size_multiple`` (height and width are
-                multiples of this number) and ``frame_stride``.
-            options: values of other attributes of `ClipSpec`. The default of ``fps`` is the variant's frame rate. The
-                default of ``max_frames`` is 81. Without ``height``, the default of ``max_pixels`` is `MAX_PIXELS`.
+        `options` are other attributes. The defaults are the variant's ``fps``, 81 ``max_frames`` and, without ``height``,
+        `MAX_PIXELS`.
 
         Raises:
             ConfigError: if a value is invalid or options exclude each other.
@@ -134,29 +115,20 @@ class ClipSpec:
         return cls(size_multiple=size_multiple, frame_stride=variant.vae_stride[0], **options)
 
     def legal_frames(self, num_frames: int) -> int:
-        """Return the largest allowed number of frames, 1 + k * frame_stride, that is at most `num_frames`. Return 0 for
-        0 frames.
-        """
+        """Return the largest 1 + k * frame_stride that is at most `num_frames`, or 0 for 0 frames."""
         return (num_frames - 1) // self.frame_stride * self.frame_stride + 1 if num_frames > 0 else 0
 
 
 @dataclass(frozen=True)
 class FrameSize:
-    """Frame size before and after cropping: a frame is resized to ``scaled``, then cropped centrally to ``target``.
-    Both are (width, height) in pixels of the frame as it is displayed.
-    """
+    """Displayed (width, height): a frame is resized to ``scaled``, then cropped centrally to ``target``."""
 
     scaled: tuple[int, int]
     target: tuple[int, int]
 
 
 def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
-    """Choose the size to which the frames of a clip are scaled and cropped.
-
-    Args:
-        spec: rules for the size.
-        width: displayed width of the clip in pixels, with the pixel aspect ratio applied.
-        height: displayed height of the clip in pixels.
+    """Choose the size to which frames of the displayed width and height (pixel aspect ratio applied) are scaled and cropped.
 
     Raises:
         TooSmallError: if a side of the frame would be shorter than `spec.size_multiple` pixels.
@@ -184,18 +156,9 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 def plan_sizes(
     spec: ClipSpec, width: Fraction, height: Fraction
 ) -> tuple[dict[str, FrameSize], TooSmallError | None]:
-    """Choose the size of the frames of a clip for each limit of the frame area (value of --max-pixels).
+    """Return ({key suffix: frame size}, error of the first limit that makes a frame too small, or None).
 
-    Args:
-        spec: rules for the size, with all limits.
-        width: displayed width of the clip in pixels, with the pixel aspect ratio applied.
-        height: displayed height of the clip in pixels.
-
-    Returns:
-        A pair (sizes, error). `sizes` maps the suffix of a sample's key to the frame size. The suffix is "" for the limit
-        `spec.max_pixels`. For each further limit, the suffix contains the size, such as "#640x352". A limit that gives the
-        same size as an earlier limit is left out. `error` describes the first limit at which a side of the frame would be
-        too short. `error` is None if there is no such limit.
+    The suffix is "" for `spec.max_pixels` and, for example, "#640x352" for further limits, without repeated sizes.
 
     Raises:
         TooSmallError: if a side of the frame would be too short at every limit.
@@ -216,23 +179,16 @@ def plan_sizes(
 
 
 def split_suffix(suffix: str) -> tuple[str, str]:
-    """Split the suffix of a sample's key into the part for the window (range of frames) and the part for the size.
-
-    The part for the window is "" or, for example, "#0003". The part for the size is "" or, for example, "#640x352".
-    """
+    """Split the suffix of a sample's key into its window and its size, such as "#0003" and "#640x352", or ""."""
     match = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
     assert match, suffix
     return match[1], match[2]
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
-    """Choose the windows (ranges of frames) of a clip between the times `begin` and `finish` in seconds.
+    """Yield (start in seconds, number of frames) of each window between `begin` and `finish` seconds, if there is any.
 
     Do not collect the windows in a list: a damaged file may claim a duration of years.
-
-    Yields:
-        (start in seconds, number of frames) of each window, in time order. Nothing is yielded if not even one frame lies
-        between `begin` and `finish`.
     """
     available = math.ceil((finish - begin - TIME_SLACK) * spec.fps)
     if available < 1:

@@ -26,10 +26,7 @@ _LFS_REASON = "is a Git LFS pointer, not the file itself; run git lfs pull in it
 
 
 def explain_no_file(path: Path) -> str:
-    """Return the reason why a path is not a regular file, followed by the fix.
-
-    An example is "is a folder, not a file; put the file itself in its place".
-    """
+    """Return why a path is not a regular file, with the fix."""
     if not os.path.exists(path):
         problem = "is a link to itself or to a missing file" if path.is_symlink() else "does not exist"
         return f"{problem}; restore the file, or remove the link or row that names it"
@@ -38,10 +35,7 @@ def explain_no_file(path: Path) -> str:
 
 
 def explain_content(path: Path) -> str:
-    """Return why the content of a file is neither a video nor an image nor an archive, and the fix.
-
-    Return an empty text if the file may be a video, an image or an archive, or cannot be read. Only the first bytes are read.
-    """
+    """Return why a file is neither a video nor an image nor an archive, with the fix; "" if it may be, by its first bytes."""
     start = b"\0"
     with suppress(OSError), path.open("rb") as file:
         start = file.read(1024)
@@ -60,11 +54,7 @@ def explain_content(path: Path) -> str:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    r"""Decode the bytes of a text file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark. Line ends become "\n".
-
-    Args:
-        data: content of the file.
-        name: name of the file, for the error message.
+    r"""Decode UTF-8, UTF-16 or UTF-32, with or without a byte order mark. Line ends become "\n".
 
     Raises:
         DataError: if the file is a Git LFS pointer, which would otherwise become a caption.

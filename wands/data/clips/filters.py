@@ -1,7 +1,6 @@
 """Filter clips by the columns of their table rows or JSON objects: the condition of --where.
 
-A condition is written like a Python expression, but Python never runs it. `ast` parses the condition, and `Filter` walks
-the parsed tree. `Filter` accepts only comparisons and the operators `and`, `or` and `not`.
+A condition is a Python expression of comparisons, `and`, `or` and `not`. It is parsed by `ast` but never run by Python.
 """
 
 from __future__ import annotations
@@ -34,19 +33,11 @@ _NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.IsNot: ast.Is, ast.Not
 class Filter:
     """Condition that every clip must meet, such as `motion > 0.2 and sharpness > 100`.
 
-    Attributes:
-        columns: names of the columns in the condition.
-        thresholds: (column, number) of each comparison of a column with a number, such as `motion > 0.2`. Comparisons
-            inside `or` and `not` are left out, because a clip need not meet them.
+    `thresholds` are (column, number) of the comparisons outside `or` and `not`, which every clip must meet.
     """
 
     def __init__(self, text: str) -> None:
-        """Parse a condition.
-
-        Raises:
-            ConfigError: if the condition is too long, or contains anything other than comparisons and the operators `and`, `or`
-                and `not`.
-        """
+        """Parse a condition. ConfigError if it is too long or has other parts than comparisons, `and`, `or` and `not`."""
         self._text = re.sub(r"[\r\n]", " ", text).strip()
         if len(text) > MAX_LENGTH:
             raise ConfigError(f"--where has {len(text):,} characters. Use at most {MAX_LENGTH:,}.")
@@ -73,12 +64,7 @@ class Filter:
         ]
 
     def mark(self, records: Sequence[ClipRecord]) -> list[ClipRecord]:
-        """Return the records of clips, with `ClipRecord.unmet` set to the reason for each clip that does not meet the
-        condition.
-
-        Raises:
-            ConfigError: if the condition names a column that no clip has.
-        """
+        """Return the records with `ClipRecord.unmet` set. ConfigError if no clip has a column of the condition."""
         rows = [columns_of(record) for record in records]
         known = sorted({name for row in rows for name in row} or self.columns)
         for name in set(self.columns).difference(known):
@@ -88,13 +74,7 @@ class Filter:
         return [replace(record, unmet=self.reason(row)) for record, row in zip(records, rows, strict=True)]
 
     def reason(self, row: Mapping[str, object]) -> str:
-        """Return why a clip does not meet the condition, or "" if the clip meets the condition.
-
-        The reason contains the first part of the condition that is not met, and the cells that this part compares.
-
-        Args:
-            row: maps the names of the columns to the cells of the clip, as `columns_of` returns them.
-        """
+        """Return the first unmet part of the condition with the cells it compares, or "". `row` comes from `columns_of`."""
         for part in self._parts:
             if (value := self._test(part, row)) < 1:
                 facts = [_fact(name, row.get(name), value == _UNKNOWN) for name in _names(part)]
@@ -103,11 +83,9 @@ class Filter:
         return ""
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
-        """Return 1 if a row (cells of one clip) meets the part `node` of the condition, and 0 if the row does not.
+        """Return 1 if a row meets the part `node`, 0 if not, and 0.5 if a cell is empty or not the needed number.
 
-        Return 0.5 (unknown) if a compared cell is empty, or if the comparison needs a number and a cell is not a number.
-
-        With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
+        So `x and y` is the minimum, `x or y` the maximum, and `not x` is 1 - x.
         """
         if isinstance(node, ast.BoolOp):
             values = [self._test(value, row) for value in node.values]
@@ -149,13 +127,10 @@ class Filter:
 
 
 def columns_of(record: ClipRecord) -> dict[str, object]:
-    """Return a dictionary from column name to the clip's value, with all columns that the condition of --where can name.
+    """Return the clip's values of all columns that --where can name.
 
-    Every clip has the columns "key", "path", "caption", "license", "start" and "end". The values of "start" and "end" are
-    seconds or None. If both are numbers, the column "seconds" is added: the length of the clip's time range.
-
-    All other columns come from the clip's table row or JSON object. `identifier` changes the names of these columns to words
-    that a condition can contain.
+    These are "key", "path", "caption", "license", "start", "end", "seconds" (for a range with both ends), and the columns of the
+    row, renamed by `identifier`.
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
     if record.start is not None and record.end is not None:
@@ -164,11 +139,9 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
 
 
 def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
-    """Return a dictionary that maps each numeric column of the clips' table rows to the sorted numbers in this column.
+    """Return the sorted numbers of each numeric column (only numbers and empty cells), renamed by `identifier`.
 
-    A column is numeric if each cell is a number or empty. The columns of the time range, such as "start", are left out. If
-    more than `MAX_COLUMNS` columns remain, only the last `MAX_COLUMNS` of these numeric columns are returned. The names are
-    converted by `identifier`, so that they can be used in --where.
+    The columns of the time range are left out, and only the last `MAX_COLUMNS` columns are returned.
     """
     columns: dict[str, list[Any]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Hugging Face datasets of clips: a dataset on the Hub, a `save_to_disk` folder, or a folder of parquet or arrow files.
+"""Hugging Face datasets of clips: on the Hub, in a `save_to_disk` folder, or in a folder of parquet or arrow files.
 
 Only this module imports `datasets`, and only if a source needs it.
 """
@@ -24,10 +24,9 @@ from wands.errors import DataError, one_line
 
 
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a dataset on the Hub. Return its clips, or None if the name of the source does not have the form
-    owner/name.
+    """Return the clips of a dataset on the Hub, or None if the source is not written owner/name.
 
-    Also return None if a local folder with the owner's name exists. The user then probably mistyped a local path.
+    Also None if a local folder has the owner's name, because the user then probably mistyped a local path.
     """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
         return scan_dataset(source, source.name)
@@ -35,23 +34,16 @@ def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a local Hugging Face dataset: a folder with parquet or arrow files at any depth.
-
-    Return the clips of the dataset, or None if the source is not such a folder.
-    """
+    """Return the clips of a local dataset (parquet or arrow files at any depth), or None for another source."""
     if any(source.path.rglob("*.parquet")) or any(source.path.rglob("*.arrow")):
         return scan_dataset(source, str(source.path), source.path)
     return None
 
 
 def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Iterator[ClipRecord | Rejection]:
-    """Yield a clip record for each usable clip of a Hugging Face dataset, and a rejection for each unusable row.
+    """Yield a record for each usable clip, and a rejection for each unusable row, of a dataset.
 
-    Args:
-        source: options for reading, such as the split and the names of the columns.
-        name: folder of the dataset, or name of the dataset on the Hub.
-        folder: folder to which relative paths in rows are relative. None means that relative paths are paths in the
-            dataset's repository on the Hub.
+    Relative paths in rows are relative to `folder` or, if it is None, to the dataset's repository on the Hub.
     """
     for index, row in _read_rows(source, name):
         video, caption = source.pick(row)
@@ -96,10 +88,9 @@ def _stored_file(source: Source, cell: Any) -> Any:
 
 
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (index, row) for each row of the split `source.split` of the dataset `name`.
+    """Yield (index, row) of the split, with lower-case names, streamed and without decoding videos.
 
-    Column names are converted to lower case. Videos are not decoded: the cell of a video is a path, or a dictionary with "path"
-    and "bytes". Each row is read when it is needed, so the dataset is not copied to the disk first.
+    The cell of a video is a path, or a dictionary with "path" and "bytes".
 
     Raises:
         DataError: if the dataset cannot be loaded, or lacks the split, a column of videos or a required column of captions.
@@ -144,14 +135,7 @@ def _load_dataset(source: Source, name: str) -> Any:
 
 
 def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
-    """Download a clip that a row of a Hub dataset names, unless Hugging Face's local cache contains the clip.
-
-    Args:
-        dataset: name of the dataset, owner/name.
-        written: text in the video column of the row: a path in the repository, or an hf:// address.
-
-    Returns:
-        (path in the repository, local file).
+    """Return (path in the repository, local file) of a clip, downloaded unless cached.
 
     Raises:
         DataError: if the path is a URL or leads out of the repository, or the download fails.
@@ -187,16 +171,9 @@ def clips_dir(source: Source) -> Path:
 
 
 def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Path]:
-    """Write a clip from a dataset row to a file whose name is a hash of the clip's bytes. An existing file is kept.
+    """Write a clip to a file named by the hash of its bytes, unless it exists, and return (name, path).
 
-    Args:
-        data: content of the clip's file.
-        written: name of the clip in the dataset, or the URL of the clip. None if the dataset contains neither.
-        folder: folder in which the file is written.
-
-    Returns:
-        A pair (name, path). `path` is the written file. `name` is the file name in `written` with 12 digits of the hash
-        added: "cat-0123456789ab.mp4" for "videos/cat.mp4". If `written` is None, `name` is, for example, "clip-0123456789ab".
+    The name is that in `written` (path or URL) with 12 digits of the hash, such as "cat-0123456789ab.mp4" for "videos/cat.mp4".
 
     Raises:
         CacheError: if the disk is full or not writable.

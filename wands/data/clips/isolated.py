@@ -1,8 +1,7 @@
 """Run functions in subprocesses, so that a crash or a hang loses one call and not the run.
 
-`IsolatedWorker` streams the values of a generator function from one subprocess. `map_isolated` calls a function on
-many items in several subprocesses. The packages concurrent.futures and pebble return one result per call. With these
-packages, all decoded windows (ranges of frames) of a long video would be in memory at once.
+`IsolatedWorker` streams the values of a generator function. concurrent.futures and pebble return one result per call, so that all
+decoded windows of a long video would be in memory at once.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ Result = TypeVar("Result")
 
 
 class Crash(Exception):
-    """Error for a subprocess that died, was killed or took too long. The message is the reason, such as "the process ended
-    with signal SIGSEGV".
-    """
+    """Error for a subprocess that died, was killed or took too long, with the reason."""
 
 
 class Hang(Crash):
@@ -39,13 +36,9 @@ def num_cores() -> int:
 
 
 class IsolatedWorker:
-    """A subprocess that runs generator functions, one call at a time. A call after a crash starts a new subprocess.
+    """A subprocess that runs generator functions, one call at a time. A call after a crash starts a new one.
 
-    While the caller uses a value, the subprocess computes the next value. The subprocess exits when its parent process
-    exits, even if SIGKILL ends the parent process.
-
-    Attributes:
-        killed: whether `kill` was called.
+    While the caller uses a value, the subprocess computes the next. It exits when its parent exits, even by SIGKILL.
     """
 
     def __init__(
@@ -54,13 +47,10 @@ class IsolatedWorker:
         method: Literal["forkserver", "spawn"] = "forkserver",
         initialize: Callable[[], object] | None = None,
     ) -> None:
-        """Choose how to start the subprocess. The first call of `run` starts it.
+        """Choose how the first call of `run` starts the subprocess.
 
-        Args:
-            preload: modules that the fork server imports once for all its subprocesses. Not used with "spawn".
-            method: "forkserver" starts a subprocess in milliseconds. "spawn" is slower, but its subprocess may start
-                subprocesses itself.
-            initialize: function that a new subprocess calls before it receives a function. It is pickled.
+        "forkserver" takes milliseconds, and imports `preload` once for all. "spawn" is slower, but allows subprocesses of the
+        subprocess. `initialize` is pickled, and called before the first function.
         """
         # Never fork: this process may have threads, and torch does not survive a fork.
         self._context: Any = multiprocessing.get_context(method)
@@ -75,18 +65,14 @@ class IsolatedWorker:
     def run(
         self, function: Callable[..., Iterator[Any]], *arguments: Any, limit_seconds: float | None = None
     ) -> Generator[Any, None, None]:
-        """Run a generator function in the subprocess, and yield its values. If the caller stops before the last value, the
-        subprocess is killed.
+        """Run a generator function, importable by name, and yield its values. An early stop of the caller kills the subprocess.
 
-        Args:
-            function: generator function that can be imported by name. Its arguments and values are pickled.
-            arguments: arguments of the function.
-            limit_seconds: longest time in seconds for one value. None sets no limit.
+        Arguments and values are pickled. `limit_seconds` is the longest time for one value.
 
         Raises:
             Crash: if the subprocess died or took too long, or `kill` was called.
             WandsError, MemoryError: if the function raised this error.
-            RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
+            RuntimeError: with the traceback, if the function raised any other exception.
         """
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
@@ -161,9 +147,7 @@ def _serve(pipe: Connection, initialize: Callable[[], object] | None) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Wait until the parent process has ended, then end this process. Without this function, a decoder in an endless loop
-    would outlive the parent process.
-    """
+    """End this process when its parent has ended, which a decoder in an endless loop would outlive."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -173,15 +157,9 @@ def _exit_with_parent() -> None:
 def run_in_threads(
     iterators: Sequence[Iterator[Result]], num_waiting: int = 0
 ) -> Generator[Result, None, None]:
-    """Run each iterator in a thread, and yield the values of all iterators in the order in which they are ready.
+    """Run each iterator in a thread, yield all values as they are ready, and raise the first exception.
 
-    Args:
-        iterators: iterators to run.
-        num_waiting: largest number of computed values that the caller has not taken yet. At this limit, the threads pause. 0
-            sets no limit.
-
-    Raises:
-        BaseException: the first exception that an iterator raises.
+    The threads pause when `num_waiting` values are not taken yet; 0 sets no limit.
     """
     # A thread pool with one outstanding `next` per iterator would be shorter, but would not decode the next clip while the
     # encoder works: the end marker of a clip would take the only place.
@@ -227,24 +205,15 @@ def map_isolated(
     preload: Sequence[str] = (),
     initialize: Callable[[], object] | None = None,
 ) -> Iterator[tuple[int, Result | Crash]]:
-    """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
+    """Call a function on each item in subprocesses, and yield (index, result) in the order in which the calls finish.
 
-    Args:
-        function: function or generator function that can be imported by name. Items and results are pickled. The result of a
-            generator function is its last value.
-        items: arguments of the calls, one item for each call.
-        num_workers: number of subprocesses. Default: one subprocess per available core.
-        limit_seconds: longest time in seconds for one call, or for one value of a generator function. When the time is
-            exceeded, the subprocess is killed.
-        preload: modules to import once for all subprocesses.
-        initialize: see `IsolatedWorker`.
-
-    Yields:
-        (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
+    The function, importable by name, may be a generator function, whose last value is its result. The result is a `Crash` if the
+    subprocess died or exceeded `limit_seconds`, for the call or for one value of a generator. Default of `num_workers`: one per
+    available core.
 
     Raises:
         WandsError, MemoryError: if the function raised this error.
-        RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
+        RuntimeError: with the traceback, if the function raised any other exception.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
 
@@ -267,18 +236,9 @@ def run_in_workers(
     num_waiting: int = 0,
     initialize: Callable[[], object] | None = None,
 ) -> Generator[Result, None, None]:
-    """Call `run` once for each of several worker processes. Yield the values of all calls in the order in which the values
-    are ready.
+    """Call the generator function `run` in a thread for each worker process, and yield all values as they are ready.
 
-    Args:
-        run: generator function that processes items in the given worker, and yields the results. `run` is called once for
-            each worker, in a thread of this process. To share the work, all calls must take their items from the same queue
-            or iterator.
-        num_workers: number of worker processes.
-        preload: modules that the worker processes import once.
-        num_waiting: largest number of computed values that the caller has not taken yet. At this limit, the threads pause. 0
-            sets no limit.
-        initialize: see `IsolatedWorker`.
+    To share the work, all calls must take their items from the same queue or iterator. `num_waiting` is as in `run_in_threads`.
     """
     workers = [IsolatedWorker(preload, initialize=initialize) for _ in range(num_workers)]
     try:

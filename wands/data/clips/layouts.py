@@ -1,11 +1,7 @@
-"""Dataset layouts: list the clips of a source with their captions. Nothing is decoded here.
+"""Dataset layouts: ways to store clips and captions in files. Nothing is decoded here.
 
-A layout is a way to store clips and captions in files. Each layout has a function that takes a `Source` (the user's folder,
-table, archive or dataset). The function returns None if the source has another layout. Otherwise it returns an iterator of
-clip records and rejections. `load_source` calls these functions in the order of `LAYOUTS`, and uses the first result that
-is not None.
-
-`docs/extending.md` has the steps to add a layout.
+The function of a layout takes a `Source`. It returns an iterator of clip records and rejections, or None for another layout.
+`load_source` uses the first result of `LAYOUTS` that is not None. `docs/extending.md` has the steps to add a layout.
 """
 
 from __future__ import annotations
@@ -25,19 +21,11 @@ LAYOUTS = (single_clip, trainer_config, *SECTION_LAYOUTS)
 
 
 def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rejection]]:
-    """List the clips of a source with their captions. The result is the same in every run.
+    """List the usable clips of a source and the rejections, each sorted by key, with the same result in every run.
 
-    An image is a clip of one frame. Several captions of one clip make several records. Hidden files are ignored. A source
-    that exists on disk is never searched on the Hub.
-
-    Args:
-        source: folder, tar archive, table (.csv, .jsonl, .json, videos.txt, merge.txt), or name of a Hugging Face dataset
-            (owner/name). A dataset configuration of another trainer (.toml or .json) is also allowed.
-        options: attributes of `Source`, such as ``split``, ``caption_column`` and ``log`` (function that receives messages).
-
-    Returns:
-        The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by the
-        clips' keys (unique names).
+    `source` is a folder, tar archive, table, dataset configuration of another trainer, or name of a Hugging Face dataset, which
+    is searched on the Hub only if it does not exist on disk. An image is a clip of one frame. Hidden files are ignored. `options`
+    are attributes of `Source`.
 
     Raises:
         DataError: if the source does not exist, cannot be read, or contains no clip.

@@ -23,10 +23,6 @@ def split_lists(row: dict[str, Any], caption_names: Sequence[str]) -> list[dict[
 
     A list of captions without time ranges is several captions of one clip, unless it is written as text: then it may be anything.
 
-    Args:
-        row: row of a table, with lower-case column names.
-        caption_names: names of the columns that can contain captions.
-
     Raises:
         DataError: if one cell is a list and the other is not, or the lists have different lengths.
     """

@@ -1,8 +1,4 @@
-"""Read files that list clips.
-
-These files are tables, pairs of text files (paths and captions), FastVideo's merge.txt, and diffusion-pipe's
-captions.json.
-"""
+"""Read files that list clips: tables, pairs of text files, FastVideo's merge.txt, and diffusion-pipe's captions.json."""
 
 from __future__ import annotations
 
@@ -57,16 +53,13 @@ _CLIP_FOLDERS = ("videos", "train")
 
 @dataclass
 class Listing:
-    """A file that lists clips, such as a table, and the clips and images that the file's rows name.
+    """A file that lists clips, and the clips and images that its rows name.
 
     Attributes:
-        file: the file that lists clips.
-        source: source of the clips, with the names of the columns.
         clips: paths of the listed clips that exist.
-        other_files: normalized paths of videos and images that rows name outside the video column, such as input images.
-            These files are not clips of the source, and are not rejected as unlisted clips.
-        is_complete: whether every clip in the folder of `file` has already been listed or rejected. If False, the folder
-            is searched for clips that the file does not list.
+        other_files: normalized paths of videos and images that rows name outside the video column, such as input images. They are
+            neither clips of the source nor unlisted clips.
+        is_complete: whether every clip in the folder of `file` is listed or rejected. If False, unlisted clips are searched.
     """
 
     file: Path
@@ -77,16 +70,12 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is one file with a list of clips, such as a table. Return the clips and the rejections,
-    or None if the source is not a file.
-    """
+    """Return the clips and rejections of a source that is one file with a list of clips, or None if it is no file."""
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 
 def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is one clip file, without a caption. Return the clip's record, or None if the source is not a clip
-    or `Source.needs_caption` is true.
-    """
+    """Return the record of a source that is one clip file, or None for another source or if captions are needed."""
     path = source.path
     if source.needs_caption or not (path.is_file() and path.name.lower().endswith(CLIP_EXTENSIONS)):
         return None
@@ -94,23 +83,13 @@ def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a folder with a file that lists the folder's clips. Return the listed clips, or None if there
-    is no such file.
-
-    Unlisted clips in the folder are rejected.
-    """
+    """Return the listed clips of a folder with a listing, and rejections of unlisted clips; None without a listing."""
     file = _find_listing(source)
     return None if file is None else _scan_whole_folder(Listing(file, source))
 
 
 def _find_listing(source: Source) -> Path | None:
-    """Return the file that lists the clips of a folder, or None if there is no such file.
-
-    The function searches the folder and, after that, its sub-folder with the name `source.split`, such as "train".
-
-    Raises:
-        DataError: if a folder contains several files that list clips.
-    """
+    """Return the listing of a folder, else of its sub-folder `source.split`, else None. DataError if there are several."""
     if not source.path.is_dir():
         return None
     for folder in (source.path, source.path / source.split):
@@ -132,7 +111,7 @@ def _find_listing(source: Source) -> Path | None:
 
 
 def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a listing (a file such as a table) names. The name of the file decides the format."""
+    """Yield the clips that a listing names. The name of the file decides the format."""
     file = listing.file
     if file.name == _MERGE:
         yield from _scan_merged(listing)
@@ -155,12 +134,10 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a listing (a file such as a table) names, and rejections of unlisted clips.
+    """Yield the clips of a listing, and rejections of unlisted videos in its folder or below.
 
-    An unlisted clip is a video (in the listing's folder or below) that no readable row of the listing names. If the
-    listing names an image, unlisted images are rejected, too. A folder with more than `_MAX_SINGLE_REPORTS` unlisted clips,
-    and fewer listed than unlisted clips, gets one rejection for all its unlisted clips. In any other folder, each unlisted
-    clip gets its own rejection.
+    Unlisted images are rejected if the listing names an image. More than `_MAX_SINGLE_REPORTS` unlisted clips, if fewer are
+    listed, get one rejection together.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -210,15 +187,9 @@ def _node(path: Path) -> tuple[int, int] | None:
 def _scan_rows(
     listing: Listing, table: Path, rows: list[NumberedRow], folder: Path
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield the records of a table's clips (one record for each caption), and a rejection for each row that cannot be used.
+    """Yield the records of a table's clips, and a rejection for each unusable row, and complete `listing`.
 
-    Args:
-        listing: the table itself, or the merge.txt (FastVideo's list of tables) that names the table. The function adds the
-            paths of the clips to `listing.clips`, and the paths of other files in the rows to `listing.other_files`.
-        table: file of the table, for error messages.
-        rows: rows of the table.
-        folder: folder to which paths in the rows are relative. Paths may also be relative to its sub-folders "videos" and
-            "train".
+    Paths in the rows are relative to `folder` or its sub-folders "videos" and "train".
     """
     source = listing.source
     if not rows:
@@ -258,9 +229,7 @@ def _files_in_other_columns(row: dict[str, Any], video: object, folders: tuple[P
 
 
 def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that FastVideo's merge.txt lists. A line contains two paths, separated by a comma: a folder of clips, and
-    a table with the captions of these clips.
-    """
+    """Yield the clips of FastVideo's merge.txt: lines of a folder and a table of captions, separated by a comma."""
     file = listing.file
     for number, line in enumerate(read_lines(file), start=1):
         if not line:
@@ -283,10 +252,7 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
-    """Convert the rows of diffusion-pipe's captions.json to a dictionary from file name to captions.
-
-    Return None if the rows have other columns than file_name and caption, or name a file twice.
-    """
+    """Return the captions by file name from captions.json, or None if it has other columns or names a file twice."""
     if not rows or any(isinstance(row, str) or set(row) != {"file_name", "caption"} for _, row in rows):
         return None
     captions = {str(row["file_name"]): row["caption"] for _, row in rows if isinstance(row, dict)}
@@ -295,14 +261,7 @@ def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
 
 
 def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips in the folder of diffusion-pipe's captions.json: video and image files, and clips in tar archives.
-
-    Files in sub-folders are read only if captions.json names them.
-
-    Args:
-        listing: the file captions.json, with the source that contains this file.
-        captions: maps file names to captions. A clip without an entry is rejected if the source needs captions.
-    """
+    """Yield the files and archive members in the folder of captions.json; of sub-folders, only those that it names."""
     file = listing.file
     source = listing.source
     folder = file.parent

@@ -27,8 +27,7 @@ MAX_PATH = 4096
 """Longest path in bytes on Linux. Unicode normalization of a much longer text could take minutes."""
 
 Part = tuple[float | None, float | None, Crop | None, tuple[FoundFile, ...]]
-"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, files next to the clip). None is the start of the
-file, the end of the file, and the whole frame."""
+"""(start in seconds, end in seconds, crop, files next to the clip). None is the start, the end, and the whole frame."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +35,17 @@ class ClipRecord:
     """One clip with one caption. A clip with several captions has several records.
 
     Attributes:
-        key: unique, stable name, empty until `settle_keys` sets it. The key has up to three parts. The first part is the
-            path relative to the source. It has no extension, unless two clips differ only in the extension. The second
-            part is "@start-end" or "@start" if the record has a time range. The third part is "~" and eight hex digits of
-            the caption's hash, for all captions of a clip except the first. A key never contains "#", because "#" starts a
-            suffix in the keys of samples.
+        key: unique, stable name, empty until `settle_keys` sets it: the path relative to the source, without extension unless
+            only that tells two clips apart, and `suffix`. A key never contains "#", which starts a suffix in the keys of samples.
         path: absolute path of the file.
-        caption: text as written, without leading and trailing white space. It is empty only for a clip without a caption, if
-            the source does not need captions.
+        caption: text as written, stripped. Empty for a clip without a caption, if the source needs none.
         start: start of the time range in seconds. None is the start of the file.
         end: end of the time range in seconds. None is the end of the file.
         name: path relative to the source, including the extension.
-        license: license that the source states for the clip (`wands.data.clips.rows.pick_license`), or "".
+        license: license that the source states (`wands.data.clips.rows.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
-        row: table row or JSON object that describes the clip. Column names and keys are in lower case. {} for a clip without a
-            row and without a JSON object.
-        crop: part of the frames to use. None is the whole frame.
-        unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`). "" if the clip
-            meets the condition.
+        row: table row or JSON object of the clip with lower-case names, {} if there is none.
+        unmet: reason why the clip does not meet --where (`wands.data.clips.filters`), or "".
         files: files next to the clip from which conditions are made, such as the loss mask.
     """
 
@@ -87,20 +79,14 @@ class ClipRecord:
 
     @property
     def range_suffix(self) -> str:
-        """Part of the clip key for the time range in seconds, such as "@2.000-9.500", or "@2.000" without an end. "" without a
-        time range.
-        """
+        """Part of the key for the time range in seconds, such as "@2.000-9.500", or "@2.000" without an end."""
         if self.start is None and self.end is None:
             return ""
         return f"@{self.start or 0.0:.3f}" + ("" if self.end is None else f"-{self.end:.3f}")
 
     @property
     def suffix(self) -> str:
-        """Part of the key after the path, such as "@2.000-9.500~0123abcd". "" if there is neither a time range nor a hash.
-
-        The suffix contains the time range, if the record has a time range. For every caption of a clip except the first, the
-        suffix also contains a hash of the caption. Each caption of a clip therefore has its own key.
-        """
+        """Time range and, for all captions of a clip except the first, a hash of the caption: "@2.000-9.500~0123abcd"."""
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
@@ -111,7 +97,7 @@ class Rejection:
     """A clip, or another file or row of a source, that cannot be used.
 
     Attributes:
-        key: key of the clip or, if no clip can be named, the place of the error, such as "clips.csv:12" (file and line).
+        key: key of the clip or, if no clip can be named, the place of the error, such as "clips.csv:12".
         path: path of the file: absolute, or as the source writes it.
         reason: rule that is violated, and the fix.
     """
@@ -122,9 +108,7 @@ class Rejection:
 
 
 def reject(key: str, path: object, reason: object) -> Rejection:
-    """Return a `Rejection` with the arguments as texts of at most 4,096 characters. Characters that cannot be printed or
-    stored are escaped.
-    """
+    """Return a `Rejection` with escaped texts of at most 4,096 characters."""
     return Rejection(*(printable(str(text)[:4096]) for text in (key, path, reason)))
 
 
@@ -137,22 +121,15 @@ def records_of_clip(
     folders: tuple[Path, ...] = (),
     kinds: Sequence[ClipFile] = (MASK_FILE,),
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield one record for each caption of a clip.
+    """Yield one record for each caption of a clip, and a rejection for each repeated caption.
 
-    Args:
-        name: path relative to the source, including the extension.
-        path: absolute path.
-        captions: result of `Source.check_captions`, which is [""] for a clip without a caption. A caption that occurs twice
-            gives one record, and one rejection for the repetition.
-        place: file or row that contains the captions, for the rejection.
-        row: row or JSON object that describes the clip, with lower-case names. It may state a time range, a license, a crop
-            and paths of `kinds`. {} if there is no row and no JSON object.
-        folders: folders to which paths of `kinds` may be relative. Default: the folder of the clip.
-        kinds: kinds of files next to the clip that conditions are made from.
+    `name` is relative to the source, with extension; `captions` come from `Source.check_captions`; `place` is their file or row,
+    for the rejection. `row` may state a time range, a license, a crop and paths of `kinds`, relative to `folders` (default: the
+    folder of the clip).
 
     Raises:
-        DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or a file
-            of `kinds` does not exist.
+        DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or a file of
+            `kinds` does not exist.
     """
     _check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
@@ -183,17 +160,10 @@ def _check_name(name: str) -> None:
 
 
 def _find_file(kind: ClipFile, path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
-    """Return a file of a clip: the file that `written` names, else the file next to the clip, else None.
-
-    Args:
-        kind: kind of the file. With the ending ".mask.png", a.mask.png belongs to the clip a.mp4.
-        path: file of the clip.
-        written: path in the table row that describes the clip. Empty if the row names no file.
-        folders: folders to which `written` may be relative.
+    """Return the file that `written` names, else the file next to the clip, else None.
 
     Raises:
-        DataError: if `written` is not valid UTF-8, contains control characters or does not lead to a file. The error is also
-            raised if the file next to the clip is not a file, or a required file is missing.
+        DataError: if `written` leads to no file, the file next to the clip is no file, or a required file is missing.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:
@@ -219,25 +189,16 @@ def clip_names(
     extensions: tuple[str, ...] = CLIP_EXTENSIONS,
     kinds: Sequence[ClipFile] = (MASK_FILE,),
 ) -> list[str]:
-    """Return the sorted names of the clips among the files of a folder. Files that belong to a clip are left out.
-
-    For example, if the folder contains a.mp4, the file a.mask.png is a loss mask.
-    """
+    """Return the sorted names of the clips among `files`, without files that belong to a clip, such as a.mask.png."""
     stems = {PurePosixPath(file).stem for file in files}
     others = {stem + ending for stem in stems for kind in kinds for ending in kind.endings}
     return sorted(file for file in files if file.lower().endswith(extensions) and file not in others)
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
-    """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key. A key is a unique
-    name that begins with the clip's path.
+    """Drop duplicate records, set keys and `is_extra_caption`, and return (records, rejections), each sorted by key.
 
-    Several records of one clip and time range are kept if their captions differ. `is_extra_caption` is True in each of these
-    records, except in the first.
-
-    Returns:
-        (records with their keys, rejections). The rejections include new rejections for duplicate records, and for clips
-        whose keys would be equal.
+    New rejections name duplicate records, and clips whose keys would be equal.
     """
     rejections: list[Rejection] = []
     unique: dict[tuple[Path, str], ClipRecord] = {}
@@ -276,10 +237,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
 
 
 def safe_name(name: str) -> str:
-    """Return a name that can be part of a key: "#" becomes "%23".
-
-    In keys of samples, "#" starts the suffix for window (range of frames) and frame size (see `wands.data.clips.clip`).
-    """
+    """Return a name that can be part of a key: "#" becomes "%23"."""
     return name.replace("#", "%23")
 
 
@@ -289,25 +247,15 @@ def clip_key(name: str) -> str:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return two spellings of a name: with composed accents (NFC) and with decomposed accents (NFD).
-
-    Archives from macOS contain names with decomposed accents.
-    """
+    """Return a name with composed (NFC) and with decomposed accents (NFD), as archives from macOS have them."""
     return tuple(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
 
 
 def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> tuple[str, Path]:
     """Find the file of a clip that a table names, and return its name and its absolute path.
 
-    The first folder that contains the file is used. If no folder contains a file with the written name, the function
-    tries the name with composed accents and with decomposed accents. The returned name always has the accents as
-    written, so the key of the clip is the same on every system.
-
-    Args:
-        video: path as the table writes it.
-        folders: folders to which a relative path may be relative.
-        root: folder of the source, or None. The returned name is relative to `root` if `root` contains the clip, else relative
-            to `folders[0]` if `folders[0]` contains the clip. Otherwise the name is the absolute path without the first "/".
+    The first of `folders` that contains it, in either spelling of accents, is used. The name has the accents as written, so the
+    key is the same on every system. It is relative to `root` or else `folders[0]`, or the absolute path without the first "/".
 
     Raises:
         DataError: if the path is a URL, or the file does not exist.
@@ -336,13 +284,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[IO[bytes]], object], label: str) -> None:
-    """Write a clip from an archive or dataset to a file. Do nothing if the file exists and has `num_bytes` bytes.
-
-    Args:
-        path: file to write. Its name identifies the content.
-        num_bytes: size of the clip.
-        write: function that is called with the open file, and writes the clip into this file.
-        label: name of the clip in error messages.
+    """Let `write` fill the file `path`, whose name identifies the content, unless it exists with `num_bytes` bytes.
 
     Raises:
         CacheError: if the disk is full or not writable.

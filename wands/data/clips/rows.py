@@ -34,8 +34,7 @@ def is_empty(cell: object) -> bool:
 
 
 def first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Return the first value in the columns `names` that is neither None nor "". If all values are None or "", return the
-    first of these values. Return None if the row has none of the columns.
+    """Return the first value in the columns `names` that is neither None nor "", else the first of them, else None.
 
     A table can have a video column and an image column, and fill one of the two cells in each row.
     """
@@ -44,22 +43,13 @@ def first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 def pick_license(row: Mapping[str, Any]) -> str:
-    """Return the license that a row states, as one line of at most 100 characters. Return "" if the row states no license.
-
-    Args:
-        row: dict from lower-case column names to cells. The row is from a table, from the JSON file of a clip, or from the
-            metadata of a sample in a cache.
-    """
+    """Return the license that a row (or the metadata of a sample) states, as one line of at most 100 characters, or ""."""
     value = first_filled(row, LICENSE_COLUMNS)
     return "" if is_empty(value) else printable(" ".join(str(value).split()))[:100]
 
 
 def pick_crop(row: Mapping[str, Any]) -> Crop | None:
-    """Return the rectangle (x, y, width, height) that a row selects in the frames of its clip, or None for whole frames.
-
-    Args:
-        row: row with lower-case column names. The cell in the column `crop` is a text such as "0,140,1920,800", or a list of
-            the four numbers.
+    """Return the rectangle (x, y, width, height) in the column `crop`, such as "0,140,1920,800" or a list, or None.
 
     Raises:
         DataError: if the crop is not a rectangle.
@@ -75,14 +65,9 @@ def pick_crop(row: Mapping[str, Any]) -> Crop | None:
 
 
 def read_range(row: Mapping[str, Any], path: Path) -> Range:
-    """Return the time range (start, end) that a row of a table selects in its clip, in seconds.
+    """Return the time range (start, end) of a row in seconds, None for the start or the end of the clip.
 
-    A start of None is the start of the clip, and an end of None is the end of the clip. A range in frames is converted to
-    seconds with the clip's frame rate or, if the frame rate varies, with the times of the frames.
-
-    Args:
-        row: row with lower-case column names.
-        path: file of the clip.
+    A range in frames is converted with the frame rate or, if it varies, with the times of the frames of the clip `path`.
 
     Raises:
         DataError: if the range is invalid or the clip cannot be opened.
@@ -123,10 +108,7 @@ def _seconds(name: str, value: Any) -> float | None:
 
 
 def _read_frame_range(row: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
-
-    The last frame belongs to the range. If only one of the two columns is filled, DataError is raised.
-    """
+    """Return (start_frame, end_frame), both inclusive, or None if both are empty. DataError if only one is filled."""
     first = row.get("start_frame")
     last = row.get("end_frame")
     if first in (None, "") and last in (None, ""):

@@ -49,8 +49,7 @@ _UNREAD_VIDEOS = (
 _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
 # fmt: on
 _UNREAD = dict.fromkeys(_UNREAD_VIDEOS, ".mp4") | dict.fromkeys(_UNREAD_IMAGES, ".png")
-"""Maps extensions of videos and images that wands cannot read to the extension of a format that wands can read. Files with these
-extensions are rejected, and the error message names the format to convert to."""
+"""Format to convert to, for the extensions of videos and images that wands cannot read."""
 MIN_FRAMES = 8
 """Smallest number of numbered images that are taken for the frames of a video."""
 _FRAME = re.compile(r"(.*?)(\d{1,9})(\.\w+)", re.DOTALL)
@@ -71,11 +70,9 @@ def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a folder with tar archives, or with clips and a caption file next to each clip.
+    """Return the clips of a folder with tar archives, or with clips and a caption file next to each.
 
-    Return the clips of the folder, or None in two cases. In the first case, the source is not a folder with clips or
-    archives. In the second case, no clip has a caption, and the folder contains parquet or arrow files. The folder is then
-    a Hugging Face dataset.
+    None if it has neither, or if no clip has a caption and there are parquet or arrow files: then it is a Hugging Face dataset.
     """
     unreadable: list[Rejection] = []
     folders = dict(walk(source.path, unreadable, source.recursive)) if source.path.is_dir() else {}
@@ -88,12 +85,7 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
 
 
 def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[ClipRecord | Rejection]:
-    """Yield records and rejections for the clips of a folder and of the archives in it.
-
-    Args:
-        source: the folder.
-        folders: maps the folder and each of its sub-folders to the names of the files in it.
-    """
+    """Yield records and rejections for the clips of folders (with their file names) and of the archives in them."""
     folder = source.path
     for root, files in folders.items():
         stems: dict[str, list[str]] = {}
@@ -158,10 +150,10 @@ def _reject_frames(root: Path, frames: list[str], folder: Path) -> Rejection:
 
 
 def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator[tuple[Path, list[str]]]:
-    """Yield (folder, sorted names of its files) for `folder` and, if `recursive`, for each folder below it.
+    """Yield (folder, sorted names of its files) for `folder` and, if `recursive`, each folder below it.
 
-    Files and folders whose names begin with a dot are skipped. For each folder that cannot be read, a rejection is appended
-    to `unreadable`. Links to folders are followed, but no folder is visited twice.
+    Names that begin with a dot are skipped. Links are followed, but no folder is visited twice. A folder that cannot be read
+    becomes a rejection in `unreadable`.
     """
     seen: set[tuple[int, int]] = set()
     errors: list[OSError] = []
@@ -183,16 +175,9 @@ def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator
 
 
 def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
-    """Return the name of the video that an image probably previews. Return None if `file` is not an image, or if no
-    file in `siblings` is a video.
+    """Return the name of the video among `siblings` that an image probably previews, or None.
 
-    A video with an upper-case extension, such as CLIP.MP4, is returned only if its caption file also has an upper-case
-    extension, such as CLIP.TXT.
-
-    Args:
-        file: name of the image.
-        siblings: names of the image and of all files whose names differ from the image's name only in the extension.
-        extensions: extensions of caption files in lower case.
+    A video with an upper-case extension, such as CLIP.MP4, counts only with an upper-case caption file, such as CLIP.TXT.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -203,13 +188,7 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
 
 
 def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
-    """Return the name of the caption file in `siblings`, or None if no sibling is a caption file.
-
-    Args:
-        siblings: names of files that differ only in the extension.
-        extensions: extensions of caption files in lower case, in the order of preference. Any file with a lower-case extension
-            is preferred to files with upper-case extensions.
-    """
+    """Return the caption file in `siblings`, or None. Extensions are in order of preference; lower case comes first."""
     exact = {PurePosixPath(name).suffix: name for name in reversed(siblings)}
     folded = {ending.lower(): name for ending, name in exact.items()}
     found = (names[ending] for names in (exact, folded) for ending in extensions if ending in names)
@@ -217,15 +196,9 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
 
 
 def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> Iterator[Rejection]:
-    """Yield a rejection for each file that seems to be a clip but cannot be read, and for each caption file without a clip.
+    """Yield a rejection for each file that seems to be an unreadable clip, and for each caption file without a clip.
 
-    Text files that are probably not captions are ignored. Examples are README.txt, LICENSE.txt, and all text files of a
-    folder in which no clip has a caption file.
-
-    Args:
-        root: folder with the files: the folder of the source or one of its sub-folders.
-        stems: maps each stem (file name without extension) to the names of the folder's files with this stem.
-        source: source of the clips. Its `caption_names` are the keys under which a JSON caption file may store the caption.
+    Texts that are probably no captions are ignored: README.txt, LICENSE.txt, and texts of a folder without caption files.
     """
     clips = {stem for stem, files in stems.items() if clip_names(files, kinds=source.files)}
     has_sidecars = any(_sidecar_of(stems[stem], source.sidecars) for stem in clips)
@@ -270,22 +243,13 @@ def _may_be_caption(file: Path, source: Source) -> bool:
 
 
 def _belongs_to_another(stem: str, clips: set[str]) -> bool:
-    """Return whether a text file that is not a clip's caption file still belongs to a clip. For example, a.tags.txt and
-    a.mp4.txt belong to a.mp4.
-
-    Args:
-        stem: name of the text file without extension. The text file belongs to a clip if `stem` begins with the name of
-            the clip (without extension) and a dot.
-        clips: names of the clips without extension.
-    """
+    """Return whether a text file such as a.tags.txt or a.mp4.txt belongs to a clip (a.mp4) without being its caption."""
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
 
 
 def _read_small(path: Path) -> bytes:
-    """Return the bytes of a caption file. Raise DataError if the file cannot be read, or has more than `MAX_CAPTION_BYTES`
-    bytes. Without this limit, a huge file could fill the memory.
-    """
+    """Return the bytes of a caption file of at most `MAX_CAPTION_BYTES`, so that a huge file cannot fill the memory."""
     if not path.is_file():  # a pipe or a terminal would block forever
         raise DataError(f"{path.name} {explain_no_file(path)}")
     try:
@@ -301,14 +265,7 @@ def _read_small(path: Path) -> bytes:
 
 
 def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], dict[str, Any]]:
-    """Return the captions in the caption file of one clip. Only the first line of a .jsonl file is used.
-
-    Returns:
-        The captions, and the JSON object that contains the captions. The object is empty for a text file.
-
-    Raises:
-        DataError: if there is no caption, or the file cannot be read.
-    """
+    """Return the captions of one clip's caption file (of a .jsonl file, its first line), and the JSON object or {}."""
     row: dict[str, Any] = {}
     try:
         value: Any = decode_text(data, name)
@@ -328,17 +285,10 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
 
 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
-    """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip. The file
-    captions.json maps the names of a folder's clips to captions.
+    """Return the name of a clip as captions.json writes it, or None if the clip is not in it.
 
-    A name with accents has two spellings: with composed and with decomposed characters. If captions.json contains only the
-    other spelling of `name`, the other spelling is returned. There is one exception. If the folder contains a file with the
-    other spelling, the captions belong to this file, so None is returned.
-
-    Args:
-        name: name of the clip.
-        captions: names in captions.json.
-        present: names of all files in the folder.
+    With accents, this may be the other spelling (composed or decomposed), unless the folder has a file of that spelling, to which
+    the captions then belong.
     """
     if name in captions:
         return name
@@ -352,19 +302,11 @@ def scan_tar(
     captions: dict[str, Any] | None = None,
     used: set[str] | None = None,
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield a clip record for each caption of each usable sample in a tar archive, and a rejection for each unusable
-    sample.
+    """Yield a record for each caption of each usable sample in a tar archive, and a rejection for each other sample.
 
-    A sample is a group of members with the same name, apart from the extension: a clip and its caption.
-
-    Args:
-        archive: file of the archive.
-        folder: folder to which the names of the clips are relative. It contains the archive.
-        source: source of the clips. Its `caption_names` are the keys under which a .json member can contain captions.
-        captions: content of a captions.json file next to the archive. It maps names of clips, with extension, to captions.
-            The captions of this file replace captions in the archive.
-        used: set to which the function adds each name of `captions` that it finds in the archive. The caller can then report
-            the names that no archive contains.
+    A sample is the members with the same name apart from the extension. `folder` contains the archive, and names are relative to
+    it. `captions`, from a captions.json next to the archive, replace captions in the archive; the names that were found are added
+    to `used`, so that the caller can report the others.
     """
     place = archive.relative_to(folder).as_posix()
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))
@@ -408,14 +350,7 @@ def scan_tar(
 
 
 def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
-    """Return (extension, member) of each video, followed by (extension, member) of each image, in a sample of a tar archive.
-
-    Args:
-        members: maps the extension of each member of the sample to the member.
-
-    Raises:
-        DataError: if the sample has no video and no image.
-    """
+    """Return (extension, member) of each video, then of each image, in a sample. DataError if there is none."""
     shortest_first = sorted(members.items(), key=lambda item: (len(item[0]), item[0]))
     clips = [
         (extension, member)
@@ -436,20 +371,9 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
 def _captions_of_sample(
     reader: TarReader, sample: str, clip: str, source: Source
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the captions of a sample in a tar archive, from its .txt, .caption or .json member.
+    """Return the captions from the .txt, .caption or .json member of a sample, and the JSON object or {}.
 
-    Args:
-        reader: the open archive.
-        sample: name of the sample.
-        clip: extension of the member that is the clip.
-        source: source of the clips. Its `caption_names` are the keys under which a .json member can contain captions.
-
-    Returns:
-        The captions, and the JSON object that contains the captions. The object is empty for a text member. If the sample has no
-        caption and the source needs none, the result is [""] and an empty object.
-
-    Raises:
-        DataError: if there is no caption, or the caption cannot be read.
+    Without a caption, the result is [""] if the source needs none, else DataError.
     """
     members = reader.samples[sample]
     inner = clip.rpartition(".")[0]  # WebDataset reads "1.0.mp4" as key 1 and extension 0.mp4

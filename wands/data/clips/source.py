@@ -25,26 +25,20 @@ CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption
 
 @dataclass(frozen=True)
 class Source:
-    """Source of clips as the user named it, with the options for reading the clips. Column names are
-    case-insensitive.
+    """Source of clips as the user named it, with the options for reading it. Column names are case-insensitive.
 
     Attributes:
-        name: the source as the user wrote it: a path, or the name of a dataset.
-        split: split of a Hugging Face dataset to read, such as "train". In a folder without a table, the table in the
-            sub-folder with this name is read.
-        video_column: column that contains the clips. None takes, in each row, the first filled column of `VIDEO_COLUMNS`.
-        caption_column: column that contains the captions. None takes, in each row, the first filled column of
-            `CAPTION_COLUMNS`.
-        cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
-            of the `datasets` library.
-        needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
-        other_columns: further columns to read from a Hugging Face dataset, written as in a --where
-            condition, such as "motion_score" for the column "Motion score". In tables and caption files, all columns are read.
-        sidecars: extensions of caption files next to a clip, in the order of preference. Only the first existing file is read.
+        name: path or name of a dataset, as the user wrote it.
+        split: split of a Hugging Face dataset. In a folder without a table, the table in the sub-folder of this name is read.
+        video_column: column of the clips. None takes the first filled column of `VIDEO_COLUMNS` in each row.
+        caption_column: column of the captions. None takes the first filled column of `CAPTION_COLUMNS` in each row.
+        cache_dir: folder for clips from datasets and archives. None is a folder in the cache of the `datasets` library.
+        needs_caption: whether a clip without a caption is rejected. If False, its caption is "".
+        other_columns: further columns to read from a Hugging Face dataset, written as in --where. Of tables and caption files,
+            all columns are read.
+        sidecars: extensions of caption files in the order of preference. Only the first existing file is read.
         files: kinds of files next to a clip from which conditions are made, such as loss masks.
-        recursive: whether the sub-folders of a folder are searched for clips.
-        log: function that receives messages about the dataset configuration of another trainer, such as a message for each
-            setting that wands does not apply.
+        log: function that receives messages about the dataset configuration of another trainer.
     """
 
     name: str
@@ -61,8 +55,8 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """The name of the source as an absolute path, whether or not the path exists. Links to folders and ".." are
-        resolved, so that the keys of clips do not depend on how the user names the source.
+        """The name as an absolute path, even of no file. Links to folders and ".." are resolved, so that keys do not depend on
+        the spelling.
         """
         path = Path(os.path.expanduser(self.name))  # an unknown user is kept as it is
         if path.is_dir():
@@ -80,9 +74,7 @@ class Source:
         return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
 
     def check_columns(self, present: Iterable[str]) -> None:
-        """Raise DataError if no column in `present` can contain a video, or if captions are needed and no column can contain a
-        caption.
-        """
+        """Raise DataError if no column in `present` can contain a video, or a caption where captions are needed."""
         names = {name.lower() for name in present}
         for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
             if (kind == "video" or self.needs_caption) and not names.intersection(wanted):
@@ -92,10 +84,7 @@ class Source:
                 )
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the values of the video column and of the caption column of a row. A value that the row lacks is None.
-
-        The column names of `row` are in lower case.
-        """
+        """Return the video and the caption of a row with lower-case names, None where the row has none."""
         return first_filled(row, self.video_names), self.pick_caption(row)
 
     def pick_caption(self, row: dict[str, Any]) -> Any:
@@ -103,19 +92,11 @@ class Source:
         return first_filled(row, self.caption_names)
 
     def check_captions(self, value: Any, place: str) -> list[str]:
-        """Check the captions of a clip, and return them without leading and trailing white space.
-
-        Args:
-            value: one caption or a list of captions.
-            place: file or row that contains the captions, for error messages.
-
-        Returns:
-            The captions. If `value` is None, NaN, an empty list or a text of only white space, and the source needs no
-            captions, the result is [""].
+        """Return the stripped captions of a clip, from one caption or a list; [""] if there is none and none is needed.
 
         Raises:
-            DataError: if the source needs captions and `value` contains none. The error is also raised if a list contains an
-                empty caption, or if a caption is not a text, too long or not valid Unicode.
+            DataError: if a needed caption is missing, an item of a list is empty, or a caption is not a text, too long or not
+                valid Unicode.
         """
         if not self.needs_caption and (not value or is_empty(value)):
             return [""]

@@ -1,7 +1,4 @@
-"""Tables of clips: read the rows of a .csv, .jsonl or .json file, or of a pair of .txt files (paths and captions).
-
-The module also writes .csv and .jsonl files.
-"""
+"""Tables of clips: read .csv, .jsonl and .json files and pairs of .txt files (paths and captions); write .csv and .jsonl."""
 
 from __future__ import annotations
 
@@ -25,16 +22,11 @@ from wands.files import atomic_path
 
 _FIX_QUOTES = 'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
 NumberedRow = tuple[int, dict[str, Any] | str]
-"""(number, row). The number is the line or item, from 1. The row is a dictionary with lower-case column names. For an
-unreadable row, a string with the reason replaces the dictionary."""
+"""(number of the line or item from 1, row with lower-case column names, or the reason why it is unreadable)."""
 
 
 def read_lines(file: Path) -> list[str]:
-    """Return the lines of a text file, without leading and trailing white space.
-
-    Raises:
-        DataError: if the file cannot be read.
-    """
+    """Return the stripped lines of a text file. DataError if it cannot be read."""
     try:
         lines = decode_text(file.read_bytes(), f"SOURCE={file}").rstrip("\n").split("\n")
     except (OSError, ValueError) as error:
@@ -43,11 +35,7 @@ def read_lines(file: Path) -> list[str]:
 
 
 def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
-    """Read two text files: line n of `videos` is the path of a clip, and line n of `captions` is the caption of this
-    clip.
-
-    Returns:
-        (number of the line, row) for each clip. A row has the columns "video" and "caption".
+    """Return (line number, row with "video" and "caption") from a file of paths and a file of captions, line by line.
 
     Raises:
         DataError: if a file cannot be read, or the two files have different numbers of lines.
@@ -64,15 +52,10 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
 
 
 def read_table(table: Path) -> list[NumberedRow]:
-    """Read a .csv, .jsonl or .json file in UTF-8, UTF-16 or UTF-32.
+    """Return (number, row) for each row of a .csv, .jsonl or .json file in UTF-8, UTF-16 or UTF-32.
 
-    A .json file is a list of rows, or one object. The object maps each file name to a caption, a list of captions, or a
-    row without the file name.
-
-    Returns:
-        (number, row) for each row of the table. In a .json file, the rows are numbered from 1. In other files, the number is
-        the line number. The row maps lower-case column names to cells. For an unreadable row, a text with the reason replaces
-        the row.
+    A .json file is a list of rows, numbered from 1, or an object that maps file names to captions or rows. In other files, the
+    number is that of the line. A row maps lower-case column names to cells; for an unreadable row, it is a text with the reason.
 
     Raises:
         DataError: if the file has another extension, or is not a valid file of its kind.
@@ -94,10 +77,9 @@ def lower_names(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _csv_rows(table: Path) -> Iterator[NumberedRow]:
-    """Yield (number of the row's first line, row) for each row of a .csv file, except the header.
+    """Yield (number of its first line, row or reason) for each row of a .csv file except the header.
 
-    The cells are separated by commas, or by semicolons if the header contains a semicolon and no comma. For an unreadable
-    row, a text with the reason replaces the row, and reading continues at the next line.
+    The separator is a comma, or a semicolon if only that is in the header.
     """
     lines = list(io.StringIO(decode_text(table.read_bytes(), f"SOURCE={table}"), newline=""))
     header = next(filter(str.strip, lines), "")
@@ -121,13 +103,9 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
 
 
 def _csv_row(lines: list[str], begin: int, separator: str) -> tuple[list[str] | str, int]:
-    """Read the row of a .csv file that begins at `lines[begin]`.
+    """Return (cells, or the reason if unreadable; index of the next row's line) for the row at `lines[begin]`.
 
-    A row with an unclosed double quote is unreadable. Without this rule, all later rows would become one caption.
-
-    Returns:
-        A pair. The first item is the list of the row's cells, or a text with the reason if the row is unreadable. The
-        second item is the index of the line at which the next row begins.
+    An unclosed double quote makes a row unreadable, because all later rows would become one caption.
     """
     rows = (lines[index] for index in range(begin, len(lines)))
     reader = csv.reader(rows, delimiter=separator, strict=True)
@@ -177,16 +155,9 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
 
 
 def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, object]:
-    """Return the row for a clip in a new table.
+    """Return the row for a clip in a new table: video, caption, time range, the other columns of `record.row`, then `columns`.
 
-    The row has one video column, one caption column, and the time range in seconds. All other columns are copied from
-    `record.row`, the clip's row in its source.
-
-    Args:
-        record: the clip.
-        table: file of the new table. If the clip, or a file next to it, is in the folder of the new table, its path in the row
-            is relative to this folder.
-        columns: further columns, which replace columns of the same name.
+    Paths of files in the folder of the new table are relative to it.
     """
     folder = table.absolute().parent
 
@@ -201,11 +172,7 @@ def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, o
 
 
 def check_out(table: Path, source: str) -> None:
-    """Check the value of --out: the file for the table that a command makes from a source.
-
-    Raises:
-        ConfigError: if `write_table` cannot write a file with this extension, or the table is the source.
-    """
+    """Raise ConfigError if the value of --out has an extension that `write_table` cannot write, or is the source."""
     if table.suffix.lower() not in (".csv", ".jsonl"):
         raise ConfigError(f"--out={table} must end in .csv or .jsonl; change the extension")
     if os.path.realpath(table) == os.path.realpath(os.path.expanduser(source)):  # also for a link to itself
@@ -215,11 +182,9 @@ def check_out(table: Path, source: str) -> None:
 
 
 def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows to a .csv or .jsonl file that `read_table` can read. If the write is interrupted, an existing file stays
-    unchanged.
+    """Write rows, sorted by video and start time, for `read_table`. An interrupted write keeps an existing file.
 
-    The rows are sorted by video and start time. Values that JSON cannot represent, such as bytes, become null. In a .csv
-    file, lists and objects become JSON texts.
+    Values that JSON cannot represent become null. In a .csv file, lists and objects become JSON texts.
 
     Raises:
         WandsError: if the file cannot be written.

@@ -1,11 +1,10 @@
 """Dataset configurations of musubi-tuner, diffusion-pipe (dataset.toml) and finetrainers (training.json).
 
-A configuration has sections. Each section names a folder, a table or a dataset. The clips of the section are read as if the
-user had passed this folder, table or dataset as SOURCE. Settings of sizes, lengths and repeats are not applied. They are
-logged, each with the option of wands that has the same effect.
+Each section names a folder, a table or a dataset, which is read like a SOURCE. Settings of sizes, lengths and repeats are not
+applied but logged, each with the option of wands that has the same effect.
 
-Sources: musubi-tuner (docs/dataset_config.md, dataset/config_utils.py), diffusion-pipe (examples/dataset.toml,
-utils/dataset.py), finetrainers (examples/training, trainer/sft_trainer/trainer.py).
+Sources: musubi-tuner (docs/dataset_config.md, dataset/config_utils.py), diffusion-pipe (examples/dataset.toml, utils/dataset.py),
+finetrainers (examples/training, trainer/sft_trainer/trainer.py).
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ from wands.texts import printable
 
 _Settings = dict[str, Any]
 MAX_BYTES = 1 << 16
-"""Largest size in bytes of another trainer's dataset configuration file. The limit bounds the time to read the file, because
-`tomllib` needs quadratic time for a key of many parts, such as a.b.c.
-"""
+"""Largest size of a configuration in bytes: `tomllib` needs quadratic time for a key of many parts, such as a.b.c."""
 SECTION_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
-"""Functions that read the clips of a source, or of a section of another trainer's dataset configuration. Each function reads one
-layout, such as a tar archive. The functions are tried in the listed order."""
+"""Layouts of a section, in the order in which they are tried."""
 # Folders whose sub-folders the trainers do not read, then other sources.
 _FOLDERS = ("image_directory", "video_directory", "path")
 _CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")
@@ -51,16 +47,11 @@ _NOTES = {
     "num_repeats": "encode these clips into a separate cache, and set data.sources[].repeat in the recipe",
     "source_fps": "not used, because the frame rate is read from each video",
 }
-"""Messages for the user about settings of other trainers that wands does not apply, by name of the setting. `_note` makes the
-messages about sizes and numbers of frames."""
+"""Messages about settings that wands does not apply. `_note` makes those about sizes and numbers of frames."""
 
 
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a dataset configuration of musubi-tuner, diffusion-pipe or finetrainers.
-
-    Each section of a configuration names a folder, a table or a dataset. Return the clips of all sections, or None if the
-    source is not such a configuration.
-    """
+    """Return the clips of all sections of another trainer's dataset configuration, or None for any other source."""
     file = source.path
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(file.suffix.lower())
     if parse is None or not file.is_file():
@@ -82,14 +73,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of all sections of a dataset configuration. If clips in several folders have the same name, the path
-    of the folder is put in front of each of these names.
-
-    Args:
-        source: the configuration, with the options for reading the clips.
-        shared: settings that apply to every section that does not set them itself.
-        sections: settings of each section.
-    """
+    """Yield the clips of all sections. Names that occur in several folders get the path of their folder in front."""
     file = source.path
     notes = defaultdict[str, list[str]](list)
     for number, settings in enumerate((shared, *sections)):
@@ -137,22 +121,14 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
 def _read_section(
     source: Source, settings: _Settings
 ) -> tuple[Source, tuple[str, ...], str, tuple[Path, ...]]:
-    """Read one section of another trainer's dataset configuration.
+    """Return (part, ignored, prefix, masks) of one section.
 
-    A section describes one set of clips. A relative path in the section is first looked up in the working directory, as the
-    other trainer does, and then in the folder of the configuration.
-
-    Args:
-        source: the configuration file, with the options for reading the clips.
-        settings: keys and values of the section.
-
-    Returns:
-        (part, ignored, prefix, masks). `part` is the source of the section's clips: a folder, a table or a dataset. `ignored`
-        contains the extensions of clips that are left out. `prefix` is the text to put before each caption. `masks` contains
-        the paths of the loss masks. A mask belongs to the clip with the same file name, apart from the extension.
+    `part` is the source of its clips, `ignored` are extensions to leave out, `prefix` stands before each caption, and `masks` are
+    loss masks for the clips of the same stem. As in the other trainer, a relative path is first looked up in the working
+    directory, then in the folder of the configuration.
 
     Raises:
-        DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
+        DataError: if the section names no clips, a path in it does not exist, or a setting is not a text.
     """
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]}={settings[wrong[0]]!s:.60} must be a text; write the value in quotes")
@@ -197,12 +173,7 @@ def _note(key: str, value: Any) -> str:
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return the options of wands, such as "--max-pixels 230400", that replace another trainer's setting for frame sizes.
-
-    Args:
-        key: name of the setting, such as "resolution".
-        value: value of the setting.
-    """
+    """Return the options of wands, such as "--max-pixels 230400", that replace a setting such as "resolution"."""
     sizes = [value] if key == "resolution" else value
     step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse
     sizes = [([size, size] if isinstance(size, int) else [*map(int, size)])[::step] for size in sizes]

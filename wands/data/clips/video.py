@@ -1,9 +1,7 @@
 """Decode clips to uint8 frames [F, H, W, 3] (frames, height, width, RGB), and encode frames to mp4.
 
-Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number.
-Header durations and seek tables can be wrong. The code relies on them only in container formats in which they
-proved correct. torch is imported only inside the functions that use it, because the processes of `wands check` do not
-need it.
+Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number. torch is imported
+only inside functions, because the processes of `wands check` do not need it.
 """
 
 from __future__ import annotations
@@ -44,23 +42,19 @@ FILE_RATIO = 0.01
 
 @dataclass
 class DecodedClip:
-    """One window (range of frames) of a clip, decoded and resized for the VAE.
+    """One window of a clip, decoded and resized for the VAE.
 
     Attributes:
-        frames: uint8 [F, H, W, 3] RGB. F is 1 + a multiple of `ClipSpec.frame_stride`. H and W are multiples of
+        frames: uint8 [F, H, W, 3] RGB. F is 1 + a multiple of `ClipSpec.frame_stride`; H and W are multiples of
             `ClipSpec.size_multiple`.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]`` in the file.
-        suffix: suffix of the sample's key. With --clip-mode slide, it starts with the number of the window ("#0000",
-            "#0001", ...). If --max-pixels has several values, samples for all values except the first also have their size
-            in the suffix, such as "#640x352".
-        source: properties of the file. With a crop, width and height are the size of the cropped rectangle in stored (not
-            displayed) pixels.
-        variable_fps: whether the time between frames varies, judged by all frames up to the end of this window.
-        interlaced: whether any frame up to the end of this window is interlaced: alternate lines show two different
-            moments.
+        suffix: suffix of the sample's key, see `wands.data.clips.clip`.
+        source: properties of the file. With a crop, width and height are those of the rectangle in stored pixels.
+        variable_fps: whether the time between frames varies, up to the end of this window.
+        interlaced: whether any frame up to the end of this window is interlaced.
         span: (start, end) in seconds of the part of the file that the clip uses.
-        files: maps the column of each file next to the clip, such as "mask", to what `ClipFile.of_window` returned.
+        files: result of `ClipFile.of_window` by column of each file next to the clip, such as "mask".
     """
 
     frames: np.ndarray
@@ -75,8 +69,7 @@ class DecodedClip:
 
 
 def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]:
-    """Yield, for each time in `times`, the last frame that starts at or before this time. Stop at the first time after the
-    end of the video.
+    """Yield, for each time, the last frame that starts at or before it, until the end of the video.
 
     Raises:
         DataError: if a frame is damaged or missing, or timestamps jump or run backwards.
@@ -107,13 +100,9 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
 
 
 class _Cropper:
-    """Callable that cuts a rectangle out of a decoded image.
+    """Callable that cuts a rectangle out of a decoded image, and the properties `info` of the result.
 
-    In a format such as yuv420p, 2 x 2 pixels share a color. The position and the size of the rectangle are then rounded down
-    to even numbers.
-
-    Attributes:
-        info: properties of the video, with the size of the rectangle instead of the size of the frames.
+    In formats such as yuv420p, where 2 x 2 pixels share a color, the rectangle is rounded down to even numbers.
     """
 
     def __init__(self, reader: VideoReader, crop: Crop) -> None:
@@ -190,18 +179,9 @@ def _read_file(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield what `ClipFile.of_frame` keeps of a file next to a clip, frame by frame. Item i belongs to the i-th time in `times`.
+    """Yield, for each time, what `ClipFile.of_frame` keeps of a file next to a clip, by the suffixes in `sizes`.
 
-    The iterator does not end: after the last time, or after the end of the file, it repeats the last item. The caller takes
-    one item for each frame of the clip. Each item is a dictionary with the keys of `sizes`.
-
-    Args:
-        file: image or video. An image stands for every frame.
-        clip: open video of the clip.
-        crop: part of the clip's frames to use; None for the whole frame.
-        sizes: frame sizes in which the clip is encoded. The keys are suffixes of sample keys: "" or, for example, "#640x352".
-        side: width and height of a token in pixels.
-        times: times in seconds of the clip's frames that are used.
+    An image stands for every frame. The iterator does not end: it repeats the last item. `side` is the side of a token in pixels.
 
     Raises:
         DataError: if the file cannot be decoded, or its aspect ratio or duration differs from the clip's.
@@ -250,16 +230,9 @@ def _read_file(
 def _render_window(
     frames: Iterator[VideoFrame], renders: Mapping[str, _Renderer], length: int
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Take at most `length` frames, and render each frame at each size.
+    """Return (images, count): at most `length` frames rendered at each size, by the suffixes in `renders`.
 
-    Args:
-        frames: chosen frames of the clip. The same frame may occur several times in a row.
-        renders: maps the suffix of each sample's key to the renderer for the sample's size.
-        length: number of frames of the window (range of frames).
-
-    Returns:
-        A pair (images, count). `images` maps each suffix to an array, uint8 [length, H, W, 3]. `count` is the number of images
-        that were written to each array: less than `length` if the video has ended. The rest of the array is undefined.
+    The images are uint8 [length, H, W, 3], of which `count` are written: fewer than `length` if the video has ended.
     """
     # The arrays are filled in place. Stacking a list of frames would halve the speed.
     images = {suffix: np.empty((length, *render.size, 3), np.uint8) for suffix, render in renders.items()}
@@ -281,31 +254,18 @@ def decode_clip(
     crop: Crop | None = None,
     files: Sequence[FoundFile] = (),
 ) -> Iterator[DecodedClip]:
-    """Decode the windows (ranges of frames) that ``spec`` selects in a clip, lazily and in time order.
+    """Decode the windows that `spec` selects in a clip, lazily and in time order, each at each frame size (`plan_sizes`).
 
-    The frame of a sample at time t is the last frame of the file with a timestamp <= t. Rotation, mirroring and pixel
-    aspect ratio are applied. Damage and truncation outside the windows are ignored. Windows that were yielded
-    before an error are complete.
+    The frame of a sample at time t is the last frame of the file with a timestamp <= t. Rotation, mirroring and pixel aspect
+    ratio are applied. Damage and truncation outside the windows are ignored. Windows that were yielded before an error are
+    complete. Without an error, at least one is yielded.
 
-    Args:
-        path: file of the clip.
-        spec: frame rate, size and length of the samples.
-        start: time in seconds. Earlier frames are not used. None is the start of the file.
-        end: time in seconds. Frames at or after this time are not used. None is the end of the file.
-        crop: part of the frames to use, before scaling. None is the whole frame.
-        files: files next to the clip (`ClipRecord.files`). A window that a file makes unusable, such as a mask that is black
-            throughout the window, is not yielded, and a DataError follows after all other windows.
-
-    Yields:
-        A `DecodedClip` for each window at each frame size. If `spec.clip_mode` is ``head`` or ``middle``, there is one window.
-        Each of the limits `spec.max_pixels` and `spec.more_pixels` gives a frame size, see `plan_sizes`. Without an error, at
-        least one `DecodedClip` is yielded.
+    `start` and `end` are in seconds, `end` excluded; None is the start or end of the file. `crop` applies before scaling.
 
     Raises:
-        DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
-            corrupt inside a window. The error is also raised if `end`, `crop` or a file does not fit the clip. All usable
-            `DecodedClip`s are yielded before the error if a file makes a window unusable, or if the frames are smaller
-            than some, but not all, of the sizes that `spec.max_pixels` and the list `spec.more_pixels` lead to.
+        DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or corrupt
+            inside a window; or if `end`, `crop` or a file does not fit the clip. All usable windows are yielded before the error
+            if a file makes a window unusable (such as a black mask), or the frames are too small for some, but not all, sizes.
     """
     with open_video(path) as reader:
         duration = reader.info.duration
@@ -377,20 +337,15 @@ def decode_clip(
 
 
 def probe(path: Path) -> VideoInfo:
-    """Read the header and the first frame of a file, and return the properties of the video.
-
-    Raises:
-        DataError: if the file cannot be opened, or has no video or no decodable frame.
-    """
+    """Return the properties of a video from its header and first frame. DataError if it has no decodable frame."""
     with open_video(path) as reader:
         return reader.info
 
 
 def frame_times(path: Path) -> tuple[float, ...] | None:
-    """Return the start of each frame of a clip in seconds and, as last item, the end of the clip.
+    """Return the start of each frame and the end of the clip in seconds.
 
-    Return None if the file has no usable timestamps, or if the frame rate is constant. With a constant frame rate,
-    frame k begins at k / `VideoInfo.fps`.
+    None if the file has no usable timestamps, or if the frame rate is constant: then frame k begins at k / `VideoInfo.fps`.
 
     Raises:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
@@ -406,10 +361,7 @@ def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | Non
 
 
 def to_pixels(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Convert uint8 frames [F, H, W, 3] to the input of the VAE: float32 [3, F, H, W] in [-1, 1], on the same device.
-
-    Frames with a batch dimension, [B, F, H, W, 3], become [B, 3, F, H, W].
-    """
+    """Convert uint8 frames [F, H, W, 3] or [B, F, H, W, 3] to float32 [3, F, H, W] or [B, 3, F, H, W] in [-1, 1]."""
     import torch
 
     if isinstance(frames, np.ndarray):
@@ -421,10 +373,7 @@ def to_pixels(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def to_frames(pixels: torch.Tensor) -> np.ndarray:
-    """Convert pixels [3, F, H, W] to uint8 frames [F, H, W, 3]. Inverse of `to_pixels`.
-
-    The pixels may have any float type. Values outside [-1, 1] are clamped.
-    """
+    """Convert pixels [3, F, H, W] of any float type, clamped to [-1, 1], to uint8 frames [F, H, W, 3]."""
     import torch
 
     scaled = pixels.detach().float().add(1.0).mul_(127.5).round_().clamp_(0, 255)
@@ -434,13 +383,8 @@ def to_frames(pixels: torch.Tensor) -> np.ndarray:
 def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
     """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index before the frames).
 
-    An interrupted write leaves no partial file.
-
-    Args:
-        path: file to write. It ends in .mp4, and its folder is created.
-        frames: uint8 [F, H, W, 3] RGB. yuv420p needs an even height and width. If the height is odd, the last row is
-            repeated. If the width is odd, the last column is repeated.
-        fps: frames per second.
+    `path` ends in .mp4, and its folder is created. An interrupted write leaves no partial file. `frames` are uint8 [F, H, W, 3]
+    RGB; the last row or column of an odd side is repeated, because yuv420p needs even sides.
     """
     assert frames.dtype == np.uint8, frames.dtype
     assert len(frames) > 0

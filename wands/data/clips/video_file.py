@@ -1,9 +1,7 @@
-"""Read video files with PyAV.
+"""Read video files with PyAV: header, frames in display order, seeking, and detection of damage.
 
-The module reads the properties in the header, decodes frames in display order, seeks, and detects damage.
-
-Times are seconds from the first timestamp of the video stream. Header durations and seek tables can be wrong. The
-code relies on them only in container formats in which they proved correct.
+Times are seconds from the first timestamp of the video stream. Header durations and seek tables can be wrong; the code relies on
+them only in container formats in which they proved correct.
 """
 
 from __future__ import annotations
@@ -46,8 +44,7 @@ _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 
 HD_LINES = 720
-"""Number of lines from which a video without a tag is taken to have the color matrix BT.709, as in players. Smaller videos are
-taken to have BT.601."""
+"""Lines from which an untagged video is taken to be BT.709, as in players. Smaller videos are taken to be BT.601."""
 ASSUMED = "BT.709, assumed"
 TAGGED = "as the file says"
 _UNSPECIFIED = 2  # AVCOL_SPC_UNSPECIFIED, for which PyAV has no name
@@ -59,18 +56,16 @@ class VideoInfo:
 
     Attributes:
         container: FFmpeg's name(s) of the container format.
-        codec: FFmpeg's name of the codec.
         fps: average number of frames per second.
-        num_frames: number of frames according to the header, which may be wrong. 0 if the header has no number.
+        num_frames: number of frames according to the header, which may be wrong; 0 if it has none.
         duration: seconds of video according to the header. A truncated file contains less video.
         width: stored pixels per row, before rotation and pixel aspect ratio are applied.
         height: stored rows, before rotation is applied.
-        rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated to be upright.
+        rotation: counterclockwise degrees (0, 90, 180 or 270) that make the stored image upright.
         sar: sample aspect ratio: width / height of a stored pixel.
-        mirrored: whether the image must be mirrored horizontally after the rotation to be shown correctly.
+        mirrored: whether the image must be mirrored horizontally after the rotation.
         hdr: "PQ" or "HLG" for HDR videos, otherwise "". The decoder does not convert HDR to SDR.
-        matrix: how the colors of a video of at least `HD_LINES` lines are converted: `ASSUMED` or `TAGGED`. "" for smaller
-            videos.
+        matrix: `ASSUMED` or `TAGGED` color conversion from `HD_LINES` lines on. "" for smaller videos.
     """
 
     container: str
@@ -96,14 +91,9 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class VideoFrame:
-    """A decoded image of a video.
+    """A decoded image (PyAV's frame), displayed from `time` to `end` in seconds.
 
-    Attributes:
-        time: time in seconds at which the image is first displayed.
-        end: time in seconds at which the image is no longer displayed.
-        image: PyAV's frame.
-        damaged: whether the image is corrupt.
-        after_loss: whether images directly before this image were lost.
+    `after_loss` is true if images directly before this image were lost.
     """
 
     time: float
@@ -115,11 +105,9 @@ class VideoFrame:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[VideoReader]:
-    """Context manager that opens a video.
+    """Context manager that yields a `VideoReader`.
 
-    The context manager yields a `VideoReader`. Three kinds of errors in the `with` block become a DataError that names the
-    file. These are the errors in `BROKEN` (the video is damaged), TooSmallError (the frames are too small for the model) and
-    MemoryError (the decoded frames do not fit the memory). Other errors pass unchanged.
+    In its block, errors of a damaged video (`BROKEN`), TooSmallError and MemoryError become a DataError that names the file.
     """
     try:
         with _open_container(path) as container:
@@ -151,11 +139,9 @@ def _readable_packets(container: Any, *streams: Any) -> Iterator[Any]:
 
 
 def _orientation(path: Path, image: Any) -> tuple[int, bool]:
-    """Return how to show a stored image upright: the counterclockwise rotation to apply, in degrees, and whether to mirror
-    the image horizontally after the rotation.
+    """Return (counterclockwise degrees, whether to mirror horizontally afterwards) to show a stored image upright.
 
-    PyAV's `rotation` is the direction of the image's x axis, so it is 180 for an image that is only mirrored horizontally.
-    For such an image, this function returns (0, True).
+    PyAV's `rotation` is the direction of the x axis, so it is 180 for an image that is only mirrored: (0, True).
     """
     try:
         data = image.side_data.get("DISPLAYMATRIX")
@@ -179,14 +165,11 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream, which `open_video` yields. A corrupt frame raises no error: `frames` yields the frame, with
-    `VideoFrame.damaged` set to True.
+    """An open video stream. A corrupt frame raises no error, but has `VideoFrame.damaged`.
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
         interlaced: whether any frame decoded so far is interlaced.
-        first: first frame of the video.
-        info: properties from the header and the first frame.
     """
 
     def __init__(self, path: Path, container: Any) -> None:
@@ -260,20 +243,11 @@ class VideoReader:
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Return how many seconds a video may be shorter than its header says, without counting as truncated.
-
-        The result is 2 % of the duration, but at least the duration of two frames.
-
-        Args:
-            duration: duration in the header, in seconds.
-        """
+        """Return the seconds that a video may be shorter than its header says: 2 %, but at least two frames."""
         return max(0.02 * duration, 2 / self._rate)
 
     def _duration(self) -> float:
-        """Return the duration of the video in seconds.
-
-        If the header contains an exact duration, this duration is returned. Otherwise every packet of the file is read.
-        """
+        """Return the seconds of the video: from the header if it is exact, else from every packet."""
         whole = float((self._container.duration or 0) / av.time_base)
         if self._container.format.name not in _GUESSED_DURATION:
             if self._stream.duration:
@@ -290,10 +264,7 @@ class VideoReader:
         return video if anything >= promised - self.tolerance(promised) else promised
 
     def _scan_packets(self) -> tuple[float, float]:
-        """Read every packet of the file. Return (seconds of the video stream, seconds of the longest stream).
-
-        The longest stream can be, for example, the audio stream.
-        """
+        """Read every packet, and return the seconds of the video stream and of the longest (perhaps audio) stream."""
         video = anything = 0.0
         with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)
@@ -311,9 +282,9 @@ class VideoReader:
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
-        """Return the start of each frame in seconds and, as last item, the end of the clip. Nothing is decoded.
+        """Return the start of each frame and the end of the clip in seconds, without decoding.
 
-        Return None if the frame rate is constant, or if the file has no usable timestamps.
+        None if the frame rate is constant, or if the file has no usable timestamps.
         """
         # Timestamps of these containers belong to packets, not to images: broadcasts store an image as two fields, AVI
         # numbers packets. Their rate is constant.
@@ -349,10 +320,7 @@ class VideoReader:
         return self._stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
     def frames(self, start: float) -> Iterator[VideoFrame]:
-        """Yield frames in display order, beginning with the last frame that starts at or before ``start`` seconds.
-
-        Call this method only once, because it continues the decoding of the open stream.
-        """
+        """Yield frames in display order from the last one that starts at or before `start` seconds. Call it only once."""
         if start > 0 and self._can_seek:
             time = round((start + self._origin) / self._stream.time_base)
             self._container.seek(time, stream=self._stream)
