@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,16 +139,21 @@ def _read_tars(source: Path, arrays: Sequence[ArraySpec]) -> Iterator[EncodedCli
             for member, reason in tar.rejections:
                 raise DataError(f"{path}: {member or 'archive'}: {reason}.")
             for key, members in tar.samples.items():
-                for extension in members:
-                    if f".{extension.rpartition('.')[2]}" in PICKLES:
-                        raise DataError(
-                            f"{path}: {key}.{extension} is a pickle, which can run any code when it is opened. An export has no "
-                            "pickles: run data_tools.export again. For shards of other trainers, use data_tools.import_shards."
-                        )
+                _refuse_pickles(path, key, members)
                 if "safetensors" not in members:
                     raise DataError(f"{path}: sample {key} has no .safetensors; run data_tools.export again.")
                 content = tar.read(members["safetensors"], MAX_LATENT_BYTES)
                 yield _exported(content, f"{path}: {key}.safetensors", arrays)
+
+
+def _refuse_pickles(path: Path, key: str, extensions: Iterable[str]) -> None:
+    """Raise a DataError if a sample of a tar has a pickle."""
+    for extension in extensions:
+        if f".{extension.rpartition('.')[2]}" in PICKLES:
+            raise DataError(
+                f"{path}: {key}.{extension} is a pickle, which can run any code when it is opened. An export has no "
+                "pickles: run data_tools.export again. For shards of other trainers, use data_tools.import_shards."
+            )
 
 
 def _exported(content: bytes, place: str, arrays: Sequence[ArraySpec]) -> EncodedClip:

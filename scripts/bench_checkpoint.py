@@ -43,8 +43,8 @@ import torch
 import torch.distributed as dist
 
 from wands.checkpoint.buffers import HostBuffers, TensorFile
-from wands.checkpoint.checkpoint_files import FragmentFiles
 from wands.checkpoint.engine_state import engine_tensors, load_engine
+from wands.checkpoint.fragment_files import FragmentFiles
 from wands.distributed.bootstrap import gather_objects, init_process_group
 from wands.files import sync
 from wands.model.files import tensor_files

@@ -117,14 +117,19 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
             part |= {"crop": _crop(*sides, *scale), "image": base64.b64encode(jpeg.getvalue()).decode()}
         parts.append(part)
         first = last
+    _keep_frequent_crops(parts, times[-1] - times[0])
+    yield {"parts": parts}
+
+
+def _keep_frequent_crops(parts: Sequence[Part], film_seconds: float) -> None:
+    """Remove the crop of parts whose borders are rare in the film."""
     # A dark shot may look like a shot with borders; a film has the same borders for some time.
     lengths: Counter[str] = Counter()
     for part in parts:
         lengths[part["crop"]] += part["end"] - part["start"]
     for part in parts:
-        if lengths[part["crop"]] < min(BORDER_FILM_SECONDS, (times[-1] - times[0]) / 2):
+        if lengths[part["crop"]] < min(BORDER_FILM_SECONDS, film_seconds / 2):
             part["crop"] = ""
-    yield {"parts": parts}
 
 
 def _label_frames(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> list[str]:

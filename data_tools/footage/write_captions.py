@@ -83,12 +83,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
             f"--out={options.out} is a table in the folder SOURCE, and replacing this table would delete its unreadable rows; "
             "choose another file"
         )
-    columns = {name for record in records for name in record.row}
-    if unknown := {*_COLUMN.findall("".join(options.prompt))} - columns:
-        raise ConfigError(
-            f"--prompt contains {{{min(unknown)}}}, which is not a column of SOURCE ({sorted(columns) or 'none'}); "
-            "correct the name in braces"
-        )
+    _check_prompt(options.prompt, {name for record in records for name in record.row})
     earlier = load_source(str(out), needs_caption=False)[0] if out.exists() and not options.overwrite else []
     clips: dict[str, list[ClipRecord]] = {}
     for record in records:
@@ -133,6 +128,14 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
     counts += [f"{problems.total()} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
     reasons = (f"{count} x {problem}" for problem, count in problems.most_common(10))
     return "\n".join([f"{out}: {', '.join(counts)}", *rejected, *reasons])
+
+
+def _check_prompt(prompt: Sequence[str], columns: set[str]) -> None:
+    if unknown := {*_COLUMN.findall("".join(prompt))} - columns:
+        raise ConfigError(
+            f"--prompt contains {{{min(unknown)}}}, which is not a column of SOURCE ({sorted(columns) or 'none'}); "
+            "correct the name in braces"
+        )
 
 
 def _identity(record: ClipRecord) -> str:

@@ -44,8 +44,9 @@ class Segments:
         queries = tuple(lens_q)
         keys = tuple(lens_q if lens_k is None else lens_k)
         assert len(queries) == len(keys), f"{len(queries)} segments of q, but {len(keys)} segments of k"
-        sums = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (queries, keys))
-        return to_device(cls(queries, keys, *sums), device)
+        sums_q = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+        sums_k = torch.tensor([0, *accumulate(keys)], dtype=torch.int32)
+        return to_device(cls(queries, keys, sums_q, sums_k), device)
 
     @property
     def max_seqlen_q(self) -> int:

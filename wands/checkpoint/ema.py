@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from wands.checkpoint.buffers import allocate
-from wands.checkpoint.checkpoint_files import Checkpoint, FragmentFiles
+from wands.checkpoint.checkpoint_files import Checkpoint
 from wands.checkpoint.engine_state import Fragment, refresh_weights, trained_fragments
+from wands.checkpoint.fragment_files import FragmentFiles
 from wands.config.recipe import EmaConfig
 from wands.model.files.tensor_files import LazyTensor
 from wands.texts import Log

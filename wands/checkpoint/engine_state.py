@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from wands.checkpoint.checkpoint_files import FragmentFiles
+from wands.checkpoint.fragment_files import FragmentFiles
 from wands.checkpoint.ranges import Columns, Range
 from wands.errors import CheckpointError
 from wands.model.files.tensor_files import LazyTensor

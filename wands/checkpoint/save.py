@@ -221,7 +221,8 @@ class CheckpointSaver:
                 metadata = {"wands_state": json.dumps(values)}
                 files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))
             if part in self._averages:
-                files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))
+                tensors, metadata = self._averages[part].stored()
+                files.append(TensorFile(f"{part}/{average_file(rank)}", tensors, metadata))
         state_of_objective = self._objective.state_dict()
         if rank == 0 and state_of_objective:
             tensors = [LazyTensor.of(name, tensor) for name, tensor in state_of_objective.items()]

@@ -154,13 +154,17 @@ def infer(
             seconds=times[-1] - times[0],
         )
         _write_result(result, frames, latents, origin)
-        values = i + 1, len(requests), result.seconds, *np.diff(times), result.video
-        log.info("sample %d of %d in %.1f s (text %.1f s, denoising %.1f s, decoding %.1f s): %s", *values)
+        _log_times(result, i + 1, len(requests), np.diff(times))
         results.append(result)
         rows.append(SheetRow(_label(request), [pick_frames(frames, SHEET_FRAMES)]))
     if results:
         save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
     return results
+
+
+def _log_times(result: InferResult, number: int, count: int, parts: np.ndarray) -> None:
+    values = number, count, result.seconds, *parts, result.video
+    log.info("sample %d of %d in %.1f s (text %.1f s, denoising %.1f s, decoding %.1f s): %s", *values)
 
 
 def _encode_inputs(

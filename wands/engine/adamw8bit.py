@@ -47,25 +47,32 @@ class FragmentAdamW8bit(AdamW8bit):
                     continue
                 state = self.state[flat]
                 for fragment in self.fragments[flat]:
-                    values = cut_flat(flat, fragment)
-                    gradient = cut_flat(flat.grad, fragment)
-                    if fragment.name not in state:
-                        state[fragment.name] = _new_states(values, fragment)
-                    start = fragment.start
-                    end = fragment.start + values.numel()
-                    # If the fragment begins inside a block, the rest of this block is updated separately.
-                    block_start = min(-(-start // BLOCK_8BIT) * BLOCK_8BIT, end)
-                    for first, last in ((start, block_start), (block_start, end)):
-                        if first == last:
-                            continue
-                        part = values[first - start : last - start]
-                        part.grad = gradient[first - start : last - start]
-                        tables = {f"qmap{moment}": _table(moment, part.device) for moment in "12"}
-                        states = cut_states(state[fragment.name], start, first, last)
-                        self.state[part] = {"step": state.get("step", 0), **tables, **states}
-                        self.update_step(group, part, group_number, number)
-                        del self.state[part]
+                    self._update(group, flat, fragment, group_number, number)
                 state["step"] = state.get("step", 0) + 1
+
+    def _update(
+        self, group: dict[str, Any], flat: Tensor, fragment: Fragment, group_number: int, number: int
+    ) -> None:
+        """Update one fragment of a flat tensor, which is number `number` in its parameter group."""
+        state = self.state[flat]
+        values = cut_flat(flat, fragment)
+        gradient = cut_flat(flat.grad, fragment)
+        if fragment.name not in state:
+            state[fragment.name] = _new_states(values, fragment)
+        start = fragment.start
+        end = fragment.start + values.numel()
+        # If the fragment begins inside a block, the rest of this block is updated separately.
+        block_start = min(-(-start // BLOCK_8BIT) * BLOCK_8BIT, end)
+        for first, last in ((start, block_start), (block_start, end)):
+            if first == last:
+                continue
+            part = values[first - start : last - start]
+            part.grad = gradient[first - start : last - start]
+            tables = {f"qmap{moment}": _table(moment, part.device) for moment in "12"}
+            states = cut_states(state[fragment.name], start, first, last)
+            self.state[part] = {"step": state.get("step", 0), **tables, **states}
+            self.update_step(group, part, group_number, number)
+            del self.state[part]
 
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
         """Join the optimizer states of a fragment from stored (start, states) ranges that overlap with it, in ascending order.

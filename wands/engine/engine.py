@@ -135,17 +135,7 @@ def build_model(
         resumes: whether the weights come from a checkpoint. The file in `lora.init_from` is then not read.
         config: config of the DiT, which may have more input channels than `model.path`; None uses the config there.
     """
-    import deepspeed
-    from deepspeed.utils import groups as ds_groups
-
-    # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
-    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    is_sharded = ds_config["zero_optimization"].get("stage", 0) == 3
-    sharded = None
-    if is_sharded:
-        sharded = deepspeed.zero.Init(
-            config_dict_or_path=ds_config, data_parallel_group=groups.zero, mpu=TensorGroups.of(groups)
-        )
+    sharded = _sharded_init(ds_config, groups)
     policy = WeightDtypePolicy.of(recipe)
     if "fp8" in (policy.linears, policy.quantize):
         check_fp8(device)
@@ -184,6 +174,20 @@ def build_model(
     if num_swapped := recipe.model.num_swapped(len(model.blocks)):
         model.set_swapping(num_swapped, device)
     return model.train()
+
+
+def _sharded_init(ds_config: Mapping[str, Any], groups: ProcessGroups) -> Any:
+    """Return the context in which ZeRO-3 partitions each new tensor; None at other stages."""
+    import deepspeed
+    from deepspeed.utils import groups as ds_groups
+
+    # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
+    ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    if ds_config["zero_optimization"].get("stage", 0) != 3:
+        return None
+    return deepspeed.zero.Init(
+        config_dict_or_path=ds_config, data_parallel_group=groups.zero, mpu=TensorGroups.of(groups)
+    )
 
 
 def build_engine(

@@ -72,7 +72,8 @@ class FlowMatching(Objective):
         of_sigmas = sigma_weight(noisy.sigmas, self.flow)
         weights = loss_weights(part.trained_lens, part.weights, of_sigmas, self.reduction)
         ids = part.meta.segment_ids[rows]
-        return Loss(*weighted_sum(token_errors, ids, weights, part.token_weights[rows]))
+        total, errors = weighted_sum(token_errors, ids, weights, part.token_weights[rows])
+        return Loss(total, errors)
 
     def evaluate(self, model: Model, part: RankSlice, prepared: Prepared) -> Tensor:
         noisy = cast(NoisyBatch, prepared)

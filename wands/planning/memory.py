@@ -80,8 +80,11 @@ def estimate_memory(workload: Workload) -> Memory:
     if workload.video_tokens:
         moments += states.during_samples(activations.without_gradients())
     highest = max(moments, key=lambda parts: sum(parts.values()))
-    places = highest, states.on_host() | activations.on_host()
-    return Memory(*({name: size for name, size in parts.items() if size} for parts in places))
+    on_host = states.on_host() | activations.on_host()
+    return Memory(
+        device={name: size for name, size in highest.items() if size},
+        host={name: size for name, size in on_host.items() if size},
+    )
 
 
 def checkpoint_bytes(workload: Workload) -> int:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from wands.attention.layout import ContextPlan
 from wands.config.deepspeed import offloads_optimizer
@@ -131,72 +132,119 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     cp = workload.cp_size
     model = workload.recipe.model
     layers = shape.num_layers
-    ulysses = workload.ulysses_degree
-    ring = workload.ring_degree
-    tensor = workload.tensor_degree
-    plan = ContextPlan.build(lens, ulysses_degree=ulysses, ring_degree=ring)
+    ranks = cp * workload.tensor_degree
+    plan = ContextPlan.build(lens, ulysses_degree=workload.ulysses_degree, ring_degree=workload.ring_degree)
     share = min(workload.trained, shape.num_params) / shape.num_params
 
     squares = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
     pairs = squares * workload.pair_share
-    # Every rank of the group computes the text and time embeddings of all samples.
-    whole = len(lens) * shape.linear_flops_per_sample()
-    matmuls = ((shape.forward_flops(lens) - squares - whole) / cp + whole) / tensor
-    linear, weight_product = _linear_seconds(workload, machine, matmuls, sum(lens) / cp)
-    forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
-    busiest = pairs / (cp * tensor) * plan.cost_balance()
-    attention = busiest / forward_speed
-    attention_backward = ATTENTION_BACKWARD * busiest / backward_speed
-    compiled = workload.compiled
-    token_bytes = POINTWISE_BYTES[compiled] * shape.dim + ACTIVATION_BYTES * shape.ffn_dim / tensor
-    pointwise = layers * token_bytes * sum(lens) / cp / machine.copy_bandwidth
-    of_bin, of_clip = _LAUNCHES[compiled]
-    of_bin += _TENSOR_LAUNCHES * (tensor > 1)
-    launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
+    linear_flops = shape.forward_flops(lens) - squares
     again = model.num_recomputed(layers) / layers
     kept = {*model.kept_on_device, *model.kept_on_host}
     attend_again = again * ("attn_output" not in kept)
-    linear_backward = linear + (LINEAR_BACKWARD - 1.0) * share * weight_product
-    forward = max(linear + attention + pointwise, launches)
-    device = linear_backward + again * linear + attention_backward + attend_again * attention
-    backward = max(device + (2 + again) * pointwise, (2 + again) * launches)
+    passes = _compute_seconds(
+        workload,
+        machine,
+        lens,
+        linear_flops=linear_flops,
+        attention_flops=pairs / ranks * plan.cost_balance(),
+        again=again,
+        attend_again=attend_again,
+    )
 
     # Channels of the heads of one rank. Ulysses and the ring send only these.
-    own_dim = shape.dim // tensor
+    own_dim = shape.dim // workload.tensor_degree
     comm = plan.comm_bytes(own_dim, BF16)
     # The forward pass exchanges four tensors: q, k and v (`attn_input`), and the output of attention.
     exchanges = 1.0 + 0.75 * again * ("attn_input" not in kept) + 0.25 * attend_again
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
     text_rows = len(lens) * (TEXT_LEN + shape.image_len)
     sums = layers * _sum_seconds(workload, machine, sum(lens) / cp, text_rows, 3 * (1 + again))
-    kernels = attention / layers, attention_backward / layers
-    one_way, back = ring_traffic(plan, own_dim, kernels, machine.ring_bandwidth(cp * tensor))
+    kernels = passes.attention / layers, passes.attention_backward / layers
+    one_way, back = ring_traffic(plan, own_dim, kernels, machine.ring_bandwidth(ranks))
     ring_forward = one_way * layers
     ring_backward = (back + one_way * attend_again) * layers
 
-    compute = ((forward, ring_forward), (backward, ring_backward))
+    compute = ((passes.forward, ring_forward), (passes.backward, ring_backward))
     zero, once = _zero_traffic(workload, machine, compute)
-    # Offloaded activations move to the host and back, and swapped weights to the device twice, overlapping with the computation.
-    on_host = Activations(workload).on_host()["activations"] * sum(lens) / workload.max_tokens
-    moved = 2 * (on_host + workload.swapped[0]) / machine.host_bandwidth
-    zero += Traffic(moved, max(0.0, moved - forward - backward))
-    linear_flops = shape.forward_flops(lens) - squares
-    ranks = cp * tensor
+    zero += _offloaded_traffic(workload, machine, sum(lens), passes)
     flops = (2 + share) * linear_flops / ranks + 3 * pairs / ranks
     with_gradient, without_gradient = workload.forwards
-    passes = with_gradient + without_gradient * forward / (forward + backward)
+    repeats = with_gradient + without_gradient * passes.forward / (passes.forward + passes.backward)
     return Prediction(
         workload=workload,
         machine=machine,
         plan=plan,
         flops=with_gradient * flops + without_gradient * (linear_flops + pairs) / ranks,
-        compute=(forward + backward) * passes,
-        all_to_all=Traffic(exchanged, exchanged) * passes,
-        ring_traffic=(ring_forward + ring_backward) * passes,
-        sums=Traffic(sums, sums) * passes,
-        zero=zero * passes,
+        compute=(passes.forward + passes.backward) * repeats,
+        all_to_all=Traffic(exchanged, exchanged) * repeats,
+        ring_traffic=(ring_forward + ring_backward) * repeats,
+        sums=Traffic(sums, sums) * repeats,
+        zero=zero * repeats,
         once=once,
     )
+
+
+class _Passes(NamedTuple):
+    """Seconds of compute of one rank in the forward and the backward pass, and those of attention in each of them."""
+
+    forward: float
+    backward: float
+    attention: float
+    attention_backward: float
+
+
+def _compute_seconds(
+    workload: Workload,
+    machine: Machine,
+    lens: Sequence[int],
+    *,
+    linear_flops: float,
+    attention_flops: float,
+    again: float,
+    attend_again: float,
+) -> _Passes:
+    """Return the seconds of compute of both passes.
+
+    `linear_flops` are those of the whole bin, `attention_flops` those of the busiest rank, both without recomputation. `again` is
+    the share of the blocks that are recomputed, `attend_again` that of the blocks whose attention is recomputed.
+    """
+    shape = workload.shape
+    cp = workload.cp_size
+    tensor = workload.tensor_degree
+    layers = shape.num_layers
+    share = min(workload.trained, shape.num_params) / shape.num_params
+    # Every rank of the group computes the text and time embeddings of all samples.
+    whole = len(lens) * shape.linear_flops_per_sample()
+    matmuls = ((linear_flops - whole) / cp + whole) / tensor
+    linear, weight_product = _linear_seconds(workload, machine, matmuls, sum(lens) / cp)
+    forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
+    attention = attention_flops / forward_speed
+    attention_backward = ATTENTION_BACKWARD * attention_flops / backward_speed
+    compiled = workload.compiled
+    token_bytes = POINTWISE_BYTES[compiled] * shape.dim + ACTIVATION_BYTES * shape.ffn_dim / tensor
+    pointwise = layers * token_bytes * sum(lens) / cp / machine.copy_bandwidth
+    of_bin, of_clip = _LAUNCHES[compiled]
+    of_bin += _TENSOR_LAUNCHES * (tensor > 1)
+    launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
+    linear_backward = linear + (LINEAR_BACKWARD - 1.0) * share * weight_product
+    device = linear_backward + again * linear + attention_backward + attend_again * attention
+    return _Passes(
+        forward=max(linear + attention + pointwise, launches),
+        backward=max(device + (2 + again) * pointwise, (2 + again) * launches),
+        attention=attention,
+        attention_backward=attention_backward,
+    )
+
+
+def _offloaded_traffic(workload: Workload, machine: Machine, tokens: int, passes: _Passes) -> Traffic:
+    """Return the transfers of offloaded activations and swapped weights in a micro step, which overlap with the computation.
+
+    Activations move to the host and back, weights to the device twice.
+    """
+    on_host = Activations(workload).on_host()["activations"] * tokens / workload.max_tokens
+    moved = 2 * (on_host + workload.swapped[0]) / machine.host_bandwidth
+    return Traffic(moved, max(0.0, moved - passes.forward - passes.backward))
 
 
 def _sum_seconds(

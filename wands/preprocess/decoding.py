@@ -151,26 +151,35 @@ def _decoded_windows(
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
-            arguments = (Path(clip.path), settings.spec, *clip.part)
-            with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
-                for decoded, last in mark_last(values):
-                    for condition in settings.conditions:
-                        condition.check_clip(clip.path, len(decoded.frames))
-                    if decoded.suffix not in finished and clip.lacks(decoded.suffix):
-                        frames = torch.from_numpy(decoded.frames)
-                        frames = frames.pin_memory() if pin_memory else frames
-                        window = Window(
-                            clip=clip, suffix=decoded.suffix, meta=_meta(clip, decoded, last), frames=frames
-                        )
-                        window.files = {name: torch.from_numpy(file) for name, file in decoded.files.items()}
-                        yield window
-                    finished.add(decoded.suffix)
+            yield from _decode_once(clip, worker, settings, pin_memory, finished)
             return
         except Crash as crash:
             # One crash may have an outside cause, such as a scheduler that kills all processes of the job.
             if is_last_attempt or isinstance(crash, Hang) or worker.killed:
                 raise
             log.warning("%s: %s; decoding the clip again", clip.path, crash)
+
+
+def _decode_once(
+    clip: Clip, worker: IsolatedWorker, settings: EncodeSettings, pin_memory: bool, finished: set[str]
+) -> Iterator[Window]:
+    """Decode a clip, and yield its missing windows, except those in `finished`, to which each decoded window is added."""
+    arguments = (Path(clip.path), settings.spec, *clip.part)
+    with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
+        for decoded, last in mark_last(values):
+            for condition in settings.conditions:
+                condition.check_clip(clip.path, len(decoded.frames))
+            if decoded.suffix not in finished and clip.lacks(decoded.suffix):
+                yield _window_of(clip, decoded, last, pin_memory)
+            finished.add(decoded.suffix)
+
+
+def _window_of(clip: Clip, decoded: DecodedClip, last: bool, pin_memory: bool) -> Window:
+    frames = torch.from_numpy(decoded.frames)
+    frames = frames.pin_memory() if pin_memory else frames
+    window = Window(clip=clip, suffix=decoded.suffix, meta=_meta(clip, decoded, last), frames=frames)
+    window.files = {name: torch.from_numpy(file) for name, file in decoded.files.items()}
+    return window
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:

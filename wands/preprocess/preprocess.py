@@ -290,7 +290,10 @@ class PreprocessRun:
         """
         writer = self.writer
         ends = [(row.key, end.clip.path, end.reason or "") for end in self.rejected for row in end.clip.rows]
-        rejected = (*self.source.rejected, *(Rejection(*end) for end in sorted(ends)))
+        rejected = (
+            *self.source.rejected,
+            *(Rejection(key, path, reason) for key, path, reason in sorted(ends)),
+        )
         accepted = self.source.accepted(writer.entries)
         null_text = self.null_text
         if null_text is None:

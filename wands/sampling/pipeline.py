@@ -94,30 +94,8 @@ def find_pipeline(
     label = f"--model={name}"
     root = fetch_model(name, key="--model", allow=("model_index.json", "*/config.json"))
     index = _read_pipeline_config(root / "model_index.json", label)
-    if index.get("_class_name") not in CLASSES:
-        raise ConfigError(
-            f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Set --model to a pipeline of Wan 2.1 or 2.2."
-        )
-    for part, entry in index.items():
-        if isinstance(entry, list) and entry[:1] not in ([], [None], ["diffusers"], ["transformers"]):
-            raise ConfigError(
-                f"{label} has a wrong model_index.json: {part} is a class of {entry[0]}, but wands runs only code of diffusers "
-                "and transformers. Use a pipeline of Wan 2.1 or 2.2."
-            )
-    boundary = index.get("boundary_ratio")
-    parts = EXPERTS[:1] if boundary is None else EXPERTS
-    present = [part for part in EXPERTS if (index.get(part) or [None])[0]]
-    if present != list(parts):
-        raise ConfigError(
-            f"{label} has a wrong model_index.json: boundary_ratio={boundary} and DiTs {', '.join(present) or 'none'}. With a "
-            "boundary_ratio, list transformer and transformer_2. Without a boundary_ratio, list only transformer."
-        )
-    for part, dit in replaced.items():
-        if part not in parts:
-            raise ConfigError(
-                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Pass a DiT of this "
-                "pipeline to --transformer, or set --model to a pipeline with two experts."
-            )
+    _check_classes(index, label)
+    parts = _find_experts(index, label, replaced)
     sources = {}
     configs = []
     for part in parts:
@@ -155,8 +133,41 @@ def find_pipeline(
         dits=sources,
         config=config,
         variant=variant,
-        loras=tuple(lora.assigned(two_experts=boundary is not None) for lora in loras),
+        loras=tuple(lora.assigned(two_experts=len(parts) > 1) for lora in loras),
     )
+
+
+def _check_classes(index: Mapping[str, Any], label: str) -> None:
+    """Raise a ConfigError if a model_index.json names no Wan pipeline, or classes of other libraries."""
+    if index.get("_class_name") not in CLASSES:
+        raise ConfigError(
+            f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Set --model to a pipeline of Wan 2.1 or 2.2."
+        )
+    for part, entry in index.items():
+        if isinstance(entry, list) and entry[:1] not in ([], [None], ["diffusers"], ["transformers"]):
+            raise ConfigError(
+                f"{label} has a wrong model_index.json: {part} is a class of {entry[0]}, but wands runs only code of diffusers "
+                "and transformers. Use a pipeline of Wan 2.1 or 2.2."
+            )
+
+
+def _find_experts(index: Mapping[str, Any], label: str, replaced: Mapping[str, DiTSource]) -> Sequence[str]:
+    """Return the subfolders of a pipeline's DiTs, and check that it has those in `replaced`."""
+    boundary = index.get("boundary_ratio")
+    parts = EXPERTS[:1] if boundary is None else EXPERTS
+    present = [part for part in EXPERTS if (index.get(part) or [None])[0]]
+    if present != list(parts):
+        raise ConfigError(
+            f"{label} has a wrong model_index.json: boundary_ratio={boundary} and DiTs {', '.join(present) or 'none'}. With a "
+            "boundary_ratio, list transformer and transformer_2. Without a boundary_ratio, list only transformer."
+        )
+    for part, dit in replaced.items():
+        if part not in parts:
+            raise ConfigError(
+                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Pass a DiT of this "
+                "pipeline to --transformer, or set --model to a pipeline with two experts."
+            )
+    return parts
 
 
 def _read_pipeline_config(path: Path, label: str) -> dict[str, Any]:

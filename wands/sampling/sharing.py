@@ -75,7 +75,7 @@ def plan_ranks(
         for flag in options:
             text = text.replace(f"parallel.{flag[2:].replace('-', '_')}", flag)
         raise ConfigError(text) from None
-    return ParallelDims(world_size, rank, *degrees)
+    return ParallelDims(world_size, rank, ulysses_degree=degrees.ulysses, ring_degree=degrees.ring)
 
 
 def share_pipeline(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from wands.checkpoint.save import CheckpointSaver
+from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects, group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
@@ -19,6 +20,7 @@ from wands.engine.engine import release_engine
 from wands.report.page import write_report
 from wands.run.step_result import StepResult
 from wands.texts import Log
+from wands.train.batches import MicroBatch
 from wands.train.jobs import FinishedStep, Job
 from wands.train.metrics import memory_peaks, sigma_sums
 from wands.train.prepared_run import PreparedRun
@@ -123,9 +125,8 @@ def run_steps(
             stack.callback(job.close)
             job.start(training)
         if any(gather_objects(watchdog.failure is not None)):
-            return (
-                step  # nothing to save yet, and the evaluation before the first step may have been left out
-            )
+            # Nothing to save yet, and the evaluation before the first step may have been left out.
+            return step
         watchdog.begin_work("the first step")
         started = time.perf_counter()
         for (plan, of_models), data_wait in profiled_steps(training, _timed(batches), step):
@@ -133,22 +134,7 @@ def run_steps(
             training.events.step = step
             count = run.schedule.count(plan)
             lr = float(next(iter(training.engines.values())).optimizer.param_groups[0]["lr"])
-            blocks_every = run.recipe.logging.blocks_every
-            results = [
-                train_step(
-                    engine,
-                    own_batches,
-                    run.objective,
-                    groups=training.groups,
-                    device=training.device,
-                    denominator=run.schedule.denominator(plan),
-                    is_bad=is_bad,
-                    measures_blocks=bool(blocks_every and step % blocks_every == 0),
-                )
-                for engine, own_batches, is_bad in zip(
-                    training.engines.values(), of_models, bad_steps.judges(plan, count), strict=True
-                )
-            ]
+            results = _train_dits(run, training, plan, of_models, bad_steps.judges(plan, count))
             run.objective.after_step(training.engines)
             sums = _sum_step(training, results, count, data_wait, saver, watchdog)
             for expert, loss, result in zip(run.model.experts, sums.losses, results, strict=True):
@@ -169,19 +155,48 @@ def run_steps(
                 is_first=plan.step == training.start_step,
                 is_last=step == training.total_steps,
             )
-            for job in jobs:
-                if job.is_due(finished):
-                    job.run(finished)
-                    if not job.belongs_to_step:
-                        started = time.perf_counter()
+            started = _run_jobs(jobs, finished, started)
             if finished.stops:
-                is_request = not finished.is_last and not finished.ends_early and watchdog.failure is None
-                if is_request:
+                if not finished.is_last and not finished.ends_early and watchdog.failure is None:
                     training.log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
             watchdog.begin_step(step + 1)
         watchdog.begin_work("the end of the run", float("inf"))  # an upload may take longer than a step
     return step
+
+
+def _train_dits(
+    run: PreparedRun,
+    training: Training,
+    plan: StepPlan,
+    batches: Sequence[Sequence[MicroBatch]],
+    judges: Sequence[Callable[[torch.Tensor, float], bool] | None],
+) -> list[StepResult]:
+    """Run the optimizer step of each trained DiT, one after the other."""
+    blocks_every = run.recipe.logging.blocks_every
+    return [
+        train_step(
+            engine,
+            own_batches,
+            run.objective,
+            groups=training.groups,
+            device=training.device,
+            denominator=run.schedule.denominator(plan),
+            is_bad=is_bad,
+            measures_blocks=bool(blocks_every and (plan.step + 1) % blocks_every == 0),
+        )
+        for engine, own_batches, is_bad in zip(training.engines.values(), batches, judges, strict=True)
+    ]
+
+
+def _run_jobs(jobs: Sequence[Job], finished: FinishedStep, started: float) -> float:
+    """Run the jobs that are due. Return the start of the next step's time: `started`, or the end of the last pause."""
+    for job in jobs:
+        if job.is_due(finished):
+            job.run(finished)
+            if not job.belongs_to_step:
+                started = time.perf_counter()
+    return started
 
 
 def _raise_failure(training: Training, last_step: int, watchdog: Watchdog) -> None:

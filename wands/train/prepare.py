@@ -14,6 +14,7 @@ from typing import Any
 from wands.checkpoint.checkpoint_files import Checkpoint, find_damage
 from wands.checkpoint.epoch_files import follow_data, follow_plan
 from wands.checkpoint.resume import check_resumable, find_resume
+from wands.conditions.condition import Condition
 from wands.conditions.published import conditions_of
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
@@ -156,82 +157,28 @@ def prepare_run(
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     dp_size = world_size // recipe.parallel.group_size
     check = problems.run
-    path = recipe.model.path
     # Arguments of `check`: its name, the function to run, and the recipe sections and checks that must have passed before.
     check("world size", lambda: check_world(recipe.parallel, world_size), "parallel")
     check("bins_per_step", lambda: _check_bins(recipe, dp_size, world_size), "world size", "train")
     merge = partial(build_ds_config, world_size=world_size, device_type=device_type, names=names)
-    if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
-        ds_config = check("merged config", lambda: merge(ds_user, recipe))
-        if optimizer := plugin.optimizer:
-            check("optimizer", lambda: _name_optimizer(ds_config, ds_user, optimizer), "merged config")
-    elif messages := check_json(dict(ds_user), names[0]):
-        problems.add("merged config", ConfigError(messages))
+    ds_config = _merge_configs(recipe, ds_user, merge, names[0], plugin.optimizer, problems)
     check("trackers", lambda: check_trackers(recipe.logging.trackers), "logging")
-    if recipe.lora and recipe.lora.quantize in ("int8", "nf4"):
-        check("quantize", load_library, "lora")
-    published = published_name(path) if is_dry_run and checkpoint is None else None
-    if published and check("downloaded weights", partial(is_downloaded, path)):
-        published = None
-    read_configs = partial(read_model, recipe, published, plugin.conditions)
-    config, variant, experts = check("model files", read_configs, "model") or _NO_MODEL
-    read_weights = partial(list_weights, recipe, config, experts, is_new=checkpoint is None)
-    weights = check("weights", read_weights, "model files", "lora", "precision", "quantize")
-    for expert in experts if recipe.model.init == "pretrained" and not published else ():
-        check("weight files", partial(check_weights, path, expert.subfolder))
-    choose = partial(choose_degrees, recipe.parallel, ranks_per_node=per_node)
-    degrees = check(
-        "degrees",
-        lambda: choose(num_heads=variant.dit.num_heads, model=variant.name),
-        *("model files", "world size"),
-    )
-    check(
-        "feed-forward",
-        lambda: check_ffn(recipe.parallel, ffn_dim=variant.dit.ffn_dim, model=variant.name),
-        *("model files", "parallel"),
-    )
+    model = _read_model(recipe, plugin.conditions, problems, is_dry_run, is_new=checkpoint is None)
+    variant = model.variant
+    degrees = _choose_degrees(recipe, variant, per_node, problems)
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
     check("objective", lambda: objective.setup(recipe, variant), "model files", "flow", "loss", "train")
-    seed = recipe.train.seed
-    fingerprint = dict if published else partial(encoders, path)
-    read_data = partial(open_data, recipe.data, variant, seed, fingerprint)
-    data = check("data files", read_data, "data", "model files")
-    if problems.passed("data") and variant is None:
-        sources = recipe.data.sources or ([SourceConfig(path=recipe.data.cache)] if recipe.data.cache else [])
-        for source in sources:  # without a model, check only that the caches can be opened
-            check("data files", partial(LatentCache, source.path))
-    check("clips", lambda: _check_samples(data, dp_size), "data files", "world size")
-    if device_type == "cuda" and recipe.precision.compute == "fp32":
-        check("fp32", lambda: _check_fp32(data, variant), "data files", "precision")
-    check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
-    held_out = None
-    if recipe.eval:
-        open_clips = partial(open_held_out, recipe.data, recipe.eval.cache, variant, seed, fingerprint)
-        held_out = check("eval", open_clips, "data files", "model files")
-    check("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
-    plan_samples = partial(plan_videos, recipe, variant, experts, has_model=not published)
+    fingerprint = partial(encoders, recipe.model.path) if model.has_files else dict
+    data = _open_data(recipe, variant, fingerprint, problems)
+    _check_data(recipe, data, variant, dp_size, device_type, problems)
+    held_out = _open_held_out(recipe, variant, fingerprint, problems)
+    plan_samples = partial(plan_videos, recipe, variant, model.experts, has_model=model.has_files)
     samples = check("samples", plan_samples, "model files", "sample")
     problems.raise_all()
-    model = RunModel(
-        config=config, variant=variant, experts=experts, weights=weights, has_files=not published
-    )
     identity = DataIdentity.of(recipe, data, data.num_tokens(model.shape.patch_size))
-    collator = PackingCollator(
-        shape=model.shape,
-        flow=recipe.flow,
-        seed=seed,
-        null_text_embeds=data.null_text_embeds,
-        conditions=conditions_of(variant),
-        has_dropout=recipe.uses_dropout,
-    )
+    collator = _build_collator(recipe, variant, data)
     schedule = _plan(recipe, data, model, objective, collator)
-    data_change = None
-    if recipe.packing.plan:
-        sampler = follow_plan(schedule.sampler, Path(recipe.packing.plan), identity.fingerprint)
-        schedule = replace(schedule, sampler=sampler)
-    if checkpoint:
-        sampler, data_change = follow_data(schedule.sampler, data, checkpoint, identity.fingerprint)
-        schedule = replace(schedule, sampler=sampler)
+    schedule, data_change = _follow(schedule, recipe, data, checkpoint, identity.fingerprint)
     return PreparedRun(
         recipe=recipe,
         ds_config=ds_config,
@@ -271,6 +218,119 @@ def check_hashes(run: PreparedRun, rank: int) -> str | None:
         raise CheckpointError(texts, agreed=True)
     damage = find_damage(run.checkpoint, share) if run.checkpoint else None
     return next(filter(None, gather_objects(damage)), None)
+
+
+def _merge_configs(
+    recipe: Recipe,
+    ds_user: Mapping[str, Any],
+    merge: Callable[[Mapping[str, Any], Recipe], dict[str, Any]],
+    ds_name: str,
+    optimizer: Callable[..., Any] | None,
+    problems: Problems,
+) -> Any:
+    """Return the DeepSpeed config of the run, or None if a check before has failed; the JSON is then checked alone."""
+    ds_config = None
+    if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
+        ds_config = problems.run("merged config", lambda: merge(ds_user, recipe))
+        if optimizer:
+            problems.run("optimizer", lambda: _name_optimizer(ds_config, ds_user, optimizer), "merged config")
+    elif messages := check_json(dict(ds_user), ds_name):
+        problems.add("merged config", ConfigError(messages))
+    return ds_config
+
+
+def _read_model(
+    recipe: Recipe, conditions: Sequence[Condition], problems: Problems, is_dry_run: bool, is_new: bool
+) -> RunModel:
+    """Read the configs of the model, and check its weights. After a failed check, fields of the result are None or ()."""
+    if recipe.lora and recipe.lora.quantize in ("int8", "nf4"):
+        problems.run("quantize", load_library, "lora")
+    path = recipe.model.path
+    published = published_name(path) if is_dry_run and is_new else None
+    if published and problems.run("downloaded weights", partial(is_downloaded, path)):
+        published = None
+    read_configs = partial(read_model, recipe, published, conditions)
+    config, variant, experts = problems.run("model files", read_configs, "model") or _NO_MODEL
+    read_weights = partial(list_weights, recipe, config, experts, is_new=is_new)
+    weights = problems.run("weights", read_weights, "model files", "lora", "precision", "quantize")
+    for expert in experts if recipe.model.init == "pretrained" and not published else ():
+        problems.run("weight files", partial(check_weights, path, expert.subfolder))
+    return RunModel(config=config, variant=variant, experts=experts, weights=weights, has_files=not published)
+
+
+def _choose_degrees(recipe: Recipe, variant: Variant, per_node: int, problems: Problems) -> Any:
+    """Return the degrees of context parallelism, and check that tensor parallelism can divide the feed-forward layers."""
+    choose = partial(choose_degrees, recipe.parallel, ranks_per_node=per_node)
+    degrees = problems.run(
+        "degrees",
+        lambda: choose(num_heads=variant.dit.num_heads, model=variant.name),
+        *("model files", "world size"),
+    )
+    problems.run(
+        "feed-forward",
+        lambda: check_ffn(recipe.parallel, ffn_dim=variant.dit.ffn_dim, model=variant.name),
+        *("model files", "parallel"),
+    )
+    return degrees
+
+
+def _open_data(
+    recipe: Recipe, variant: Variant, fingerprint: Callable[[], Mapping[str, Any]], problems: Problems
+) -> Any:
+    read_data = partial(open_data, recipe.data, variant, recipe.train.seed, fingerprint)
+    data = problems.run("data files", read_data, "data", "model files")
+    if problems.passed("data") and not problems.passed("model files"):
+        sources = recipe.data.sources or ([SourceConfig(path=recipe.data.cache)] if recipe.data.cache else [])
+        for source in sources:  # without a model, check only that the caches can be opened
+            problems.run("data files", partial(LatentCache, source.path))
+    return data
+
+
+def _check_data(
+    recipe: Recipe, data: Dataset, variant: Variant, dp_size: int, device_type: str, problems: Problems
+) -> None:
+    problems.run("clips", lambda: _check_samples(data, dp_size), "data files", "world size")
+    if device_type == "cuda" and recipe.precision.compute == "fp32":
+        problems.run("fp32", lambda: _check_fp32(data, variant), "data files", "precision")
+    problems.run("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
+
+
+def _open_held_out(
+    recipe: Recipe, variant: Variant, fingerprint: Callable[[], Mapping[str, Any]], problems: Problems
+) -> Any:
+    """Return the clips of the evaluation; None without an evaluation."""
+    held_out = None
+    if recipe.eval:
+        cache = recipe.eval.cache
+        open_clips = partial(open_held_out, recipe.data, cache, variant, recipe.train.seed, fingerprint)
+        held_out = problems.run("eval", open_clips, "data files", "model files")
+    problems.run("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
+    return held_out
+
+
+def _build_collator(recipe: Recipe, variant: Variant, data: Dataset) -> PackingCollator:
+    return PackingCollator(
+        shape=variant.dit,
+        flow=recipe.flow,
+        seed=recipe.train.seed,
+        null_text_embeds=data.null_text_embeds,
+        conditions=conditions_of(variant),
+        has_dropout=recipe.uses_dropout,
+    )
+
+
+def _follow(
+    schedule: Schedule, recipe: Recipe, data: Dataset, checkpoint: Checkpoint | None, fingerprint: str
+) -> tuple[Schedule, str | None]:
+    """Let the steps follow `packing.plan` and the checkpoint. Return also a line about data that has changed, or None."""
+    data_change = None
+    if recipe.packing.plan:
+        sampler = follow_plan(schedule.sampler, Path(recipe.packing.plan), fingerprint)
+        schedule = replace(schedule, sampler=sampler)
+    if checkpoint:
+        sampler, data_change = follow_data(schedule.sampler, data, checkpoint, fingerprint)
+        schedule = replace(schedule, sampler=sampler)
+    return schedule, data_change
 
 
 def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:

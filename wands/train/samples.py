@@ -360,7 +360,8 @@ class RunSamples(Job):
         try:
             view, images = self._view(number, request)
             inputs = ExtraInputs(
-                *(self._tensors.get(f"{number}.input_{name}") for name in ExtraInputs._fields)
+                channels=self._tensors.get(f"{number}.input_channels"),
+                tokens=self._tensors.get(f"{number}.input_tokens"),
             )
             latents = sample_latents(view, request, images, extra=inputs)
             if not (dims.is_first_of_bin and has_video):

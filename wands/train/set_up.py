@@ -35,19 +35,7 @@ def build_training(
 ) -> Training:
     """Build the engine of each trained DiT, and restore the checkpoint that the run resumes from."""
     rank = groups.dims.rank
-    facts = {
-        "world_size": run.world_size,
-        "num_nodes": run.world_size // ranks_per_node(),
-        "checkpoint": run.checkpoint and run.checkpoint.folder.name,
-        "device": accelerator_type(),
-        "variant": run.model.variant.name,
-        "total_steps": run.schedule.total_steps,
-        "data": {
-            "num_samples": len(run.data.keys),
-            "num_tokens": int(run.schedule.num_tokens.sum()),
-        },
-    }
-    events = EventLog(output_dir=run.output_dir, rank=rank, step=run.start_step, facts=facts)
+    events = EventLog(output_dir=run.output_dir, rank=rank, step=run.start_step, facts=_facts(run))
     store = ActivationOffloader(device)  # experts run one after the other and share this host memory
     build = run.plugin.model or build_model
     engines = {}
@@ -93,6 +81,22 @@ def build_training(
         trackers=Trackers(run.recipe, rank, run.start_step + 1 if run.checkpoint else 0),
         log=log,
     )
+
+
+def _facts(run: PreparedRun) -> dict[str, Any]:
+    """Return what the first event of a process says about the run."""
+    return {
+        "world_size": run.world_size,
+        "num_nodes": run.world_size // ranks_per_node(),
+        "checkpoint": run.checkpoint and run.checkpoint.folder.name,
+        "device": accelerator_type(),
+        "variant": run.model.variant.name,
+        "total_steps": run.schedule.total_steps,
+        "data": {
+            "num_samples": len(run.data.keys),
+            "num_tokens": int(run.schedule.num_tokens.sum()),
+        },
+    }
 
 
 def build_jobs(

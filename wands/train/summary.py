@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import torch
 
 from wands.checkpoint.resume import list_changes
 from wands.config.deepspeed import learning_rate
-from wands.config.recipe import ModelConfig, Recipe
+from wands.config.recipe import FlowConfig, ModelConfig, Recipe
 from wands.data.datasets import describe_data
+from wands.data.packing import EpochPlan
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.engine.engine import attention_backend
 from wands.files import read_rows
@@ -30,21 +31,16 @@ from wands.variants import ExtraInput
 def start_block(run: PreparedRun) -> str:
     """Return the text that a run prints before training starts."""
     recipe = run.recipe
-    flow = recipe.flow
     model = run.model
     shape = model.shape
     schedule = run.schedule
     sampler = schedule.sampler
-    lens = schedule.num_tokens
     workload = run.workload(accelerator_type())
     kernel: str = recipe.attention.backend
     if kernel != "auto" or accelerator_type() == "cpu":  # otherwise, training measures the kernels
         kernel = attention_backend(recipe, shape.head_dim, torch.device(accelerator_type())).name
-    epoch = f"epoch {sampler.start[0]}"
     plan = sampler.epoch_plan(sampler.start[0])
     bins = [bin for step in plan.steps for bin in step if bin]
-    samples = [i for bin in bins for i in bin]
-    imbalance = float(np.mean([schedule.imbalance(step, run.dp_size) for step in plan.steps[:64]]))
     rows = {
         "model": [
             f"{model.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
@@ -52,47 +48,20 @@ def start_block(run: PreparedRun) -> str:
             *(f"input {extra.name}: {_size_of(extra)}" for extra in model.variant.extra),
             *_trained(recipe, model, is_new=run.checkpoint is None),
         ],
-        "grid": [
-            f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
-            + (f" x tensor {recipe.parallel.tensor_degree}" if recipe.parallel.tensor_degree > 1 else "")
-            + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
-            + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else "")
-            + (
-                ", tensor parallelism crosses nodes"
-                if ranks_per_node() % recipe.parallel.tensor_degree
-                else ""
-            )
-        ],
+        "grid": [_grid(run)],
         "engine": [
             f"ZeRO-{workload.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, "
             f"{_optimizer(run.ds_config, recipe)}",
             *_storage(recipe),
         ],
         "attention": [f"{kernel} kernels, checkpointing {_checkpointing(recipe.model)}"],
-        "data": [
-            *describe_data(recipe.data, run.data),
-            f"{epoch}: {len(samples):,} samples, {int(lens[samples].sum()):,} tokens",
-            f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}",
-        ],
-        "packing": [
-            f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
-            f"{epoch}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
-        ],
+        **_data_rows(run, plan, bins),
         "steps": [
             f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {run.start_step:,}",
             f"{recipe.train.bins_per_step} bins per step = dp {run.dp_size} x accumulation "
             f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}",
         ],
-        "flow": [
-            f"{flow.preset}: {'stratified ' * flow.stratified}{flow.timestep_sampling}, shift {flow.flow_shift}"
-            f"{' by size' * flow.shift_by_size}, timesteps {flow.min_timestep:g} to {flow.max_timestep:g}, "
-            f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
-            + (
-                f", first frame given {flow.i2v_ratio:.0%}"
-                if "first_frame" in model.variant.conditions
-                else ""
-            )
-        ],
+        "flow": [_flow(recipe.flow, has_first_frame="first_frame" in model.variant.conditions)],
     }
     objective = run.objective
     if type(objective) is not FlowMatching:
@@ -109,11 +78,8 @@ def start_block(run: PreparedRun) -> str:
     if recipe.eval:
         rows["evaluation"] = [f"{get_plan(run)[0].describe()}, every {recipe.eval.every:,} steps"]
     if recipe.sample:
-        sets = 1 + -(-sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
-        training = sampler.total_steps * step_flops(model, schedule, bins) / plan.num_steps
-        share = sets * workload.video_flops / training
-        text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
-        rows["samples"] = [f"{text}: {share:.1%} of the training's FLOPs"]
+        flops = sampler.total_steps * step_flops(model, schedule, bins) / plan.num_steps
+        rows["samples"] = [_samples(run, workload.video_flops, flops)]
     rows["plugins"] = [", ".join(run.plugin.sources)] if run.plugin.sources else []
     rows |= {"memory": [_memory_line(workload)], "output": [str(run.output_dir)]}
     rows["changed"] = [run.data_change] if run.data_change else []
@@ -143,6 +109,57 @@ def describe_lr_change(run: PreparedRun, planned_lr: float, lr: float) -> str | 
         f"the learning rate changes from {before:.2e} at step {step} to {lr:.2e} at step {step + 1}, because the settings have "
         "changed since the checkpoint" + (f"; to keep {before:.2e}, add {keep}" if before else "")
     )
+
+
+def _grid(run: PreparedRun) -> str:
+    parallel = run.recipe.parallel
+    return (
+        f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
+        + (f" x tensor {parallel.tensor_degree}" if parallel.tensor_degree > 1 else "")
+        + (f" (parallel.cp_size={parallel.cp_size})" if parallel.cp_size else "")
+        + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else "")
+        + (", tensor parallelism crosses nodes" if ranks_per_node() % parallel.tensor_degree else "")
+    )
+
+
+def _data_rows(run: PreparedRun, plan: EpochPlan, bins: Sequence[Sequence[int]]) -> dict[str, list[str]]:
+    """Return the lines about the data and about its packing in the first epoch of this process, with its plan and its bins."""
+    recipe = run.recipe
+    schedule = run.schedule
+    lens = schedule.num_tokens
+    epoch = f"epoch {schedule.sampler.start[0]}"
+    samples = [i for bin in bins for i in bin]
+    imbalance = float(np.mean([schedule.imbalance(step, run.dp_size) for step in plan.steps[:64]]))
+    return {
+        "data": [
+            *describe_data(recipe.data, run.data),
+            f"{epoch}: {len(samples):,} samples, {int(lens[samples].sum()):,} tokens",
+            f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}",
+        ],
+        "packing": [
+            f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
+            f"{epoch}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
+        ],
+    }
+
+
+def _flow(flow: FlowConfig, has_first_frame: bool) -> str:
+    return (
+        f"{flow.preset}: {'stratified ' * flow.stratified}{flow.timestep_sampling}, shift {flow.flow_shift}"
+        f"{' by size' * flow.shift_by_size}, timesteps {flow.min_timestep:g} to {flow.max_timestep:g}, "
+        f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
+        + (f", first frame given {flow.i2v_ratio:.0%}" if has_first_frame else "")
+    )
+
+
+def _samples(run: PreparedRun, video_flops: float, training_flops: float) -> str:
+    """Return the line about the samples, of which one set needs `video_flops`."""
+    recipe = run.recipe
+    assert recipe.sample is not None
+    sets = 1 + -(-run.schedule.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
+    share = sets * video_flops / training_flops
+    text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
+    return f"{text}: {share:.1%} of the training's FLOPs"
 
 
 def _size_of(extra: ExtraInput) -> str:

@@ -16,7 +16,8 @@ import torch
 
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.world import WorldPool
-from wands.checkpoint.checkpoint_files import FragmentFiles, find_checkpoint, load_average
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_average
+from wands.checkpoint.fragment_files import FragmentFiles
 from wands.data import sampler
 from wands.data.packing import EpochPlan, plan_epoch
 from wands.files import read_rows

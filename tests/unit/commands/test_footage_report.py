@@ -13,7 +13,7 @@ import pytest
 from tests.support.commands import check, preprocess
 from tests.unit.data.clips.test_video import write_clip
 from tests.unit.data_tools.test_shots import FIXTURE
-from wands.commands.check.check import FrameWarnings
+from wands.commands.check.clip_warnings import FrameWarnings
 from wands.data.cache.shards import IndexEntry
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.tables import write_table
@@ -51,7 +51,7 @@ def cut_times(text: str) -> list[float]:
 
 
 def test_hard_cuts_are_those_of_a_film_marked_by_hand(clips_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wands.commands.check.check.SHOWN", 9)
+    monkeypatch.setattr("wands.commands.check.clip_warnings.SHOWN", 9)
     marked = [frame / 25 for frame in json.loads(FIXTURE.read_text())["first_frames_of_shots"][1:]]
     (text,) = warnings(frames_of(clips_dir / "bikes.mp4"))
     # The frame for a time is the last frame before it, so a cut is at most one frame late.

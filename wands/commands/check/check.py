@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -26,6 +26,7 @@ from wands.commands.check.check_report import (
     CheckReport,
     PackingForecast,
 )
+from wands.commands.check.clip_warnings import FrameWarnings, file_warnings
 from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import arrays_of, clip_files_of, conditions_of
@@ -35,11 +36,10 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS
 from wands.data.clips.filters import Filter, columns_of, numeric_columns, read_number
 from wands.data.clips.isolated import Crash, map_isolated
-from wands.data.clips.records import ClipRecord
-from wands.data.clips.video import DecodedClip, decode_clip, probe
-from wands.data.clips.video_file import VideoInfo
+from wands.data.clips.records import ClipRecord, Rejection
+from wands.data.clips.video import decode_clip, probe
 from wands.data.packing import plan_epoch
-from wands.errors import DataError, failed_rules
+from wands.errors import DataError
 from wands.plugin import load_plugins, plugin_importer
 from wands.preprocess import clip_rules
 from wands.preprocess.progress import progress
@@ -51,42 +51,13 @@ PATH_COPIES = 3
 """Bytes that each character of a clip's path adds to a sample. HDF5 rounds the size of an attribute up. Measured."""
 ARRAY_OVERHEAD = 300
 """Bytes of HDF5 structure in a shard for each array of a sample other than the latents and the text embeddings."""
-TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
-"""FFmpeg filter that converts HDR video to SDR video. The VAE was trained on SDR video."""
 TEXT_COLUMNS = ("duplicate_of", "license", "source")
 """Text columns in a report, in addition to all numeric columns of the source."""
 SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
+DUPLICATE = "duplicate: the same images as {}; keep one of the two clips"
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
-CUT_CHANGE = 20.0
-CUT_RATIO = 2.0
-CUT_DRIFT = 0.25
-"""Limits for a hard cut between two images. The distance of two images is the mean difference of their pixels, from 0 to 255.
-A hard cut meets three rules:
-
-1. The distance at the cut is at least CUT_CHANGE.
-2. The distance at the cut is at least CUT_RATIO times the mean of the two distances before the cut and the two distances after
-   the cut.
-3. The distance between the third image before the cut and the third image after the cut differs by at most the fraction
-   CUT_DRIFT from the distance at the cut. A flash gives a smaller distance, and fast motion gives a larger distance.
-"""
-SAME_IMAGE = 3
-NEW_SHARE = 0.25
-"""Limits for near-frozen samples. Each frame is compared with the last new frame, in blocks of 16 x 16 pixels. The frame is new
-if the mean of any block differs by more than SAME_IMAGE (of 255). A sample is near-frozen if the share of new frames is below
-NEW_SHARE.
-"""
-BORDER_VALUE = 32
-BORDER_SHARE = 0.02
-"""Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The
-sum of the two widths is at least the share BORDER_SHARE of the frame, and the two widths differ by at most this share.
-"""
-MAX_PLAUSIBLE_FPS = 480  # slow-motion cameras of phones record up to 240, few files are above
-SHOWN = 3
-CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
-FROZEN = "near-frozen: few frames show a change ({}); remove the clip, or find such clips with wands measure"
-BORDERS = "black borders: {} are learned as a part of the image; crop them with wands split, or with the column crop"
 
 
 def check(
@@ -109,19 +80,11 @@ def check(
     """
     started = time.monotonic()
     conditions = (*conditions, *load_plugins(options.imports).conditions)
-    if variant is None and options.model:
-        from wands.encoders.components import read_variant
-
-        variant = read_variant(options.model, conditions)
-    # All Wan 2.1 variants have the same strides and frame rate.
-    variant = variant or variant_of(VARIANTS["wan2.1-t2v-1.3b"].dit.to_config(), conditions=conditions)
+    variant = variant or _find_variant(options.model, conditions)
     checked_conditions = conditions_of(variant)
     spec = clip_rules.plan_samples(options, variant)
     notes: list[str] = []
-    kinds = clip_files_of(checked_conditions)
-    rows, rejections = clip_rules.read_source(options, log=notes.append, files=kinds)
-    if num_masked := sum(row.mask is not None for row in rows):
-        notes.append(f"{num_masked:,} of {len(rows):,} clips have a mask")
+    rows, rejections = _read_clips(options, checked_conditions, notes)
     num_clips = len(rows) + len(rejections)
     step = max(-(-num_clips // max_clips), 1) if max_clips else 1
     rows = rows[::step]
@@ -133,10 +96,7 @@ def check(
         *((Path(item.path),) if _is_clip(item.path) else None for item in rejections),
     ]
     findings = _decode_all(decode, tasks, options.num_workers, plugin_importer(options.imports))
-    clips = [
-        CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
-        for item, clip in zip(rejections, findings[len(rows) :], strict=True)
-    ]
+    clips = _rejected_clips(rejections, findings[len(rows) :])
     count_tokens = cache(_token_counter(options.model))
     cache_bytes = 0
     columns = numeric_columns(rows)
@@ -147,25 +107,15 @@ def check(
         clip = replace(finding, key=row.key, caption=caption, text_tokens=count_tokens(caption))
         _apply_conditions(clip, checked_conditions)
         if row.unmet or not caption:
-            clip.samples = ()
-            clip.digests = ()
-            clip.warnings = ()
-            clip.reason = row.unmet or clip_rules.EMPTY_CAPTION
+            _reject(clip, row.unmet or clip_rules.EMPTY_CAPTION)
         first = first_rows.setdefault(clip.digests, row) if clip.digests else row
         clip.samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
-        cells = columns_of(row)
-        numbers = {name: number for name in columns if (number := read_number(cells.get(name))) is not None}
-        texts = {name: text for name in TEXT_COLUMNS if isinstance(text := cells.get(name), str) and text}
-        clip.columns = {**numbers, **texts}
+        clip.columns = _cells(row, columns)
         cache_bytes += _added_cache_bytes(clip, variant, stored)
-        if clip.text_tokens > TEXT_LEN:
-            count = f"{'' if options.model else 'about '}{clip.text_tokens:,}"
-            clip.warnings = (f"caption too long: {count} tokens, cut after {TEXT_LEN}", *clip.warnings)
+        _warn_of_text(clip, is_estimate=not options.model)
         if first.path != row.path:  # one file may have several captions or ranges
-            problem = f"duplicate: the same images as {first.key}; keep one of the two clips"
-            clip.warnings = (problem, *clip.warnings)
-        if len(caption) > SHOWN_CAPTION:
-            clip.caption = f"{caption[:SHOWN_CAPTION]}... ({len(caption):,} characters)"
+            clip.warnings = (DUPLICATE.format(first.key), *clip.warnings)
+        clip.caption = _shown_caption(caption)
         clips.append(clip)
     clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
@@ -182,6 +132,61 @@ def check(
         columns=columns,
         thresholds=Filter(options.where).thresholds if options.where else (),
     )
+
+
+def _find_variant(model: str | None, conditions: Sequence[Condition]) -> Variant:
+    """Read the variant of a pipeline, or return Wan 2.1 text-to-video."""
+    if model:
+        from wands.encoders.components import read_variant
+
+        return read_variant(model, conditions)
+    # All Wan 2.1 variants have the same strides and frame rate.
+    return variant_of(VARIANTS["wan2.1-t2v-1.3b"].dit.to_config(), conditions=conditions)
+
+
+def _read_clips(
+    options: CheckOptions, conditions: Sequence[Condition], notes: list[str]
+) -> tuple[list[ClipRecord], list[Rejection]]:
+    """Return the clips and the rejected files or rows of the source, and append what the user should know to `notes`."""
+    rows, rejections = clip_rules.read_source(options, log=notes.append, files=clip_files_of(conditions))
+    if num_masked := sum(row.mask is not None for row in rows):
+        notes.append(f"{num_masked:,} of {len(rows):,} clips have a mask")
+    return rows, rejections
+
+
+def _rejected_clips(rejections: Sequence[Rejection], findings: Sequence[CheckedClip]) -> list[CheckedClip]:
+    return [
+        CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
+        for item, clip in zip(rejections, findings, strict=True)
+    ]
+
+
+def _shown_caption(caption: str) -> str:
+    if len(caption) > SHOWN_CAPTION:
+        return f"{caption[:SHOWN_CAPTION]}... ({len(caption):,} characters)"
+    return caption
+
+
+def _reject(clip: CheckedClip, reason: str) -> None:
+    clip.samples = ()
+    clip.digests = ()
+    clip.warnings = ()
+    clip.reason = reason
+
+
+def _cells(row: ClipRecord, columns: Iterable[str]) -> dict[str, float | str]:
+    """Return the cells of a row that a report shows: the numbers of `columns`, and the texts of `TEXT_COLUMNS`."""
+    cells = columns_of(row)
+    numbers = {name: number for name in columns if (number := read_number(cells.get(name))) is not None}
+    texts = {name: text for name in TEXT_COLUMNS if isinstance(text := cells.get(name), str) and text}
+    return {**numbers, **texts}
+
+
+def _warn_of_text(clip: CheckedClip, is_estimate: bool) -> None:
+    """Warn of a caption that the text encoder cuts."""
+    if clip.text_tokens > TEXT_LEN:
+        count = f"{'about ' if is_estimate else ''}{clip.text_tokens:,}"
+        clip.warnings = (f"caption too long: {count} tokens, cut after {TEXT_LEN}", *clip.warnings)
 
 
 # ---- decoding of one clip in a worker process
@@ -240,7 +245,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
         return result
     lengths = {sample.start_seconds: sample.num_frames for sample in result.samples}  # of the windows
     result.source = last.source
-    result.warnings = (*_file_warnings(path, last, max(lengths.values()), spec), *images.texts())
+    result.warnings = (*file_warnings(path, last, max(lengths.values()), spec), *images.texts())
     if not path.lower().endswith(IMAGE_EXTENSIONS):
         result.footage = clip_rules.measure_footage(spec, lengths.values(), last.span[1] - last.span[0])
     return result
@@ -303,90 +308,6 @@ def _decode_all(
 
 def _is_clip(path: str) -> bool:
     return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
-
-
-# ---- warnings
-
-
-class FrameWarnings:
-    """Detector of hard cuts, images that do not change, and black borders in the windows of one clip."""
-
-    def __init__(self) -> None:
-        self._cuts = list[str]()
-        self._frozen = list[str]()
-        self._brightest = np.zeros((1, 1), np.uint8)
-
-    def add(self, frames: np.ndarray, start_seconds: float, fps: float) -> None:
-        """Examine a window of the clip. All windows must have the same frame size.
-
-        `frames` is uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
-        """
-        count, height, width, _ = frames.shape
-        self._brightest = np.maximum(self._brightest, frames.max(0).max(2))
-        sums = frames.reshape(count, height // 4, 4, width * 3).sum(2, np.uint16)
-        blocks = sums.reshape(count, height // 4, width // 4, 4, 3).sum(3, np.uint16) / np.float32(16)
-        new = [0]
-        for index in range(1, count):
-            if np.abs(blocks[index] - blocks[new[-1]]).max() > SAME_IMAGE:
-                new.append(index)
-        if len(new) < NEW_SHARE * count:
-            self._frozen.append(f"{len(new)} of {count} from {start_seconds:.2f} s on")
-        images = blocks[new]
-        changes = np.abs(np.diff(images, axis=0)).mean((1, 2, 3))
-        for cut in np.flatnonzero(changes >= CUT_CHANGE):
-            near = changes[max(cut - 2, 0) : cut + 3]
-            six = images[max(cut - 2, 0) : cut + 4]
-            is_peak = changes[cut] * (len(near) - 1) >= CUT_RATIO * (near.sum() - changes[cut])
-            if is_peak and abs(np.abs(six[-1] - six[0]).mean() / changes[cut] - 1) <= CUT_DRIFT:
-                self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
-
-    def texts(self) -> list[str]:
-        """Return one warning for each kind of problem in the examined windows."""
-        borders = []
-        for side, axis in (("height", 1), ("width", 0)):
-            dark = self._brightest.max(axis) <= BORDER_VALUE
-            before = int(dark.argmin())
-            after = int(dark[::-1].argmin())
-            if before + after >= BORDER_SHARE * len(dark) >= abs(before - after):
-                borders.append(f"{(before + after) / len(dark):.0%} of the {side}")
-        facts = (CUTS, self._cuts), (FROZEN, self._frozen), (BORDERS, borders)
-        return [
-            text.format(", ".join(rows[:SHOWN]) + ", ..." * (len(rows) > SHOWN))
-            for text, rows in facts
-            if rows
-        ]
-
-
-def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
-    """Return warnings about unusual properties of a decoded file, such as a variable frame rate.
-
-    `clip` is its last window, whose `variable_fps` and `interlaced` describe all frames. `longest` is the number of frames of the
-    longest sample.
-    """
-    source = clip.source
-    is_image = path.lower().endswith(IMAGE_EXTENSIONS)
-    is_slow = source.fps < 0.95 * spec.fps and not is_image
-    shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
-    properties = {
-        f"variable frame rate (mean {source.fps:.5g} fps): frames are chosen by timestamp": clip.variable_fps,
-        f"low frame rate: {source.fps:.4g} fps, frames are repeated to get {spec.fps:g} fps": is_slow,
-        f"implausible frame rate: {source.fps:.5g} fps; the file's time stamps may be wrong, so compare its duration, "
-        f"{source.duration:.2f} s, with the real one": source.fps > MAX_PLAUSIBLE_FPS and not is_image,
-        "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT": clip.interlaced,
-        f"HDR: {source.hdr} brightness is kept as stored, which looks gray; convert the clip with "
-        f"ffmpeg -i IN -vf {TO_SDR} OUT": source.hdr,
-        _describe_turn(source): source.rotation or source.mirrored,
-        f"pixel aspect ratio: {source.sar}, used as {shown} square pixels": source.sar != 1,
-        "becomes a still image: only one frame can be used; use a longer clip": longest == 1 and not is_image,
-    }
-    return failed_rules(properties)
-
-
-def _describe_turn(source: VideoInfo) -> str:
-    if source.mirrored and source.rotation % 180 == 0:
-        return f"mirror flag: mirrored {'top to bottom' if source.rotation else 'left to right'}"
-    mirrored = ", then mirrored left to right" if source.mirrored else ""
-    return f"rotation flag: turned upright by {source.rotation} degrees{mirrored}"
 
 
 # ---- totals

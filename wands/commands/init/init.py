@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from wands.commands.check.check import check
+from wands.commands.check.check_report import CheckedClip, CheckedSample, CheckReport
 from wands.commands.plan import build_task, describe_smallest, find_model, start_command
 from wands.config.options import CheckOptions, ClipOptions, InitOptions, PlanOptions
 from wands.config.recipe_loading import load_recipe
+from wands.data.clips.clip import ClipSpec
 from wands.data.holdout import HELD_OUT, choose_sides
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
@@ -26,10 +28,10 @@ from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES
 from wands.planning.memory import to_gib
 from wands.planning.sampling_load import sampling_load
-from wands.planning.search import machine_here, search
+from wands.planning.search import Candidate, Task, machine_here, search
 from wands.sampling.requests import SampleRequest, build_requests
 from wands.texts import format_seconds, printable
-from wands.variants import VARIANTS
+from wands.variants import VARIANTS, Variant
 
 FILES = ("recipe.yaml", "commands.sh", "deepspeed.json", "prompts.jsonl")
 """Names of the files that the command writes. The first two have a template in this folder."""
@@ -61,16 +63,12 @@ def init(options: InitOptions) -> str:
         DataError: if the source has no clip that can be used.
     """
     out = Path(os.path.abspath(options.out))
-    existing = ", ".join(name for name in FILES if (out / name).exists())
-    if existing and not options.force:
-        fix = "choose another folder, or replace these files with --force."
-        raise ConfigError(f"--out {options.out} already contains {existing}; {fix}")
-    kind = "finetune" if options.full else "lora"
+    if not options.force:
+        _refuse_existing(out, options.out)
     model = _absolute(options.model)
     name = published_name(model)  # no file of a published model is read
     variant = VARIANTS[name] if name else read_variant(model)
-    family = variant.name.rpartition("-")[0]
-    base = min(VARIANTS, key=lambda known: (known != variant.name, not known.startswith(family))) + f"-{kind}"
+    base = _nearest_recipe(variant, "finetune" if options.full else "lora")
     machine = _describe_machine(options).model_copy(update={"variant": name, "out": out})
 
     given = options.model_dump(include=set(ClipOptions.model_fields), exclude_defaults=True)
@@ -82,16 +80,12 @@ def init(options: InitOptions) -> str:
     pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
     clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
     spec = report.spec
-    lens = report.tokens
     mean = float(report.tokens.mean())
+    lens = report.tokens
     if report.num_skipped:  # the other clips can have more tokens
-        area = max(spec.max_pixels or 0, (spec.height or 0) * (spec.width or 0), *spec.more_pixels)
-        size = spec.legal_frames(spec.max_frames or 1), spec.size_multiple, area // spec.size_multiple
-        lens = np.append(lens, variant.num_tokens(*size))
+        lens = np.append(lens, _most_tokens(spec, variant))
 
-    keys, seconds = zip(*((s.key, s.num_frames / spec.fps) for s in report.samples), strict=True)
-    held = choose_sides(keys, [np.array(seconds)], 0.1) == HELD_OUT
-    held &= MIN_SAMPLES <= len(held) != held.sum()  # else no sample is held out
+    held = _hold_out(report)
     samples = len(held) - held.sum()
 
     # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
@@ -100,24 +94,16 @@ def init(options: InitOptions) -> str:
     max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / machine.gpus)))
     bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
     recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
-    images = {key: str(clip.path) for key in ("image", "last_image") if key in variant.conditions}
-    shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
-    prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
+    prompt = _prompt_of(clip, sample, variant)
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
     has_room = (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER
     parts = find_model(recipe, name)
     tasks = [build_task(recipe, parts, lens, machine, part) for part in [{}, load][: 1 + has_room]]
-    # Settings with more data-parallel ranks than samples come last, because wands train refuses them.
-    ranked = [
-        sorted(search(task), key=lambda one: one.workload.cp_size * samples < machine.gpus) for task in tasks
-    ]
-    candidates = [found[0] for found in ranked if found]
-    if not candidates:
+    best = _fastest(tasks, samples, machine.gpus)
+    if best is None:
         fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * options.full}or use more or larger GPUs."
         longest = f"the longest sample is {clip.key}, {sample.num_frames} frames of {sample.width}x{sample.height}; "
         raise ConfigError(describe_smallest(tasks[0], longest + fix))
-    # The run samples videos, unless that needs settings that are 10 % slower.
-    best = max(candidates, key=lambda one: one.tokens_per_second * (0.9 if one.task is tasks[0] else 1.0))
 
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
     step_tokens = best.workload.recipe.train.bins_per_step * sum(best.prediction.plan.seq_lens)
@@ -129,14 +115,69 @@ def init(options: InitOptions) -> str:
     facts = dict(options=options, report=report, clip=clip, sample=sample, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
     facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
-    environment.filters |= {"json": _to_yaml, "quote": shlex.quote, "gib": to_gib, "text": printable}
-    texts = [environment.get_template(name).render(facts, time=format_seconds) for name in FILES[:2]]
+    texts = _render(facts)
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
     texts += [ds_config, prompt.model_dump_json(exclude_unset=True)]
     for file, text in zip(FILES, texts, strict=True):
         write_text(out / file, text + "\n")
     return texts[1]
+
+
+def _refuse_existing(out: Path, given: Path) -> None:
+    """Raise a ConfigError if the folder contains files that the command would replace."""
+    existing = ", ".join(name for name in FILES if (out / name).exists())
+    if existing:
+        fix = "choose another folder, or replace these files with --force."
+        raise ConfigError(f"--out {given} already contains {existing}; {fix}")
+
+
+def _nearest_recipe(variant: Variant, kind: str) -> str:
+    """Return the name of the shipped recipe for a variant, or else for one of its family."""
+    family = variant.name.rpartition("-")[0]
+    name = min(VARIANTS, key=lambda known: (known != variant.name, not known.startswith(family)))
+    return f"{name}-{kind}"
+
+
+def _hold_out(report: CheckReport) -> np.ndarray:
+    """Return for each sample whether it is held out; all are False if there are too few samples."""
+    keys, seconds = zip(*((s.key, s.num_frames / report.spec.fps) for s in report.samples), strict=True)
+    held = choose_sides(keys, [np.array(seconds)], 0.1) == HELD_OUT
+    held &= MIN_SAMPLES <= len(held) != held.sum()
+    return held
+
+
+def _most_tokens(spec: ClipSpec, variant: Variant) -> int:
+    """Return the largest number of tokens that a sample can have."""
+    area = max(spec.max_pixels or 0, (spec.height or 0) * (spec.width or 0), *spec.more_pixels)
+    frames = spec.legal_frames(spec.max_frames or 1)
+    return variant.num_tokens(frames, spec.size_multiple, area // spec.size_multiple)
+
+
+def _prompt_of(clip: CheckedClip, sample: CheckedSample, variant: Variant) -> SampleRequest:
+    """Return a request for a video like a sample of the data."""
+    images = {key: str(clip.path) for key in ("image", "last_image") if key in variant.conditions}
+    shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
+    return SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
+
+
+def _fastest(tasks: Sequence[Task], samples: int, gpus: int) -> Candidate | None:
+    """Return the fastest settings of tasks of which only the first samples no videos; None if no settings fit the machine."""
+    # Settings with more data-parallel ranks than samples come last, because wands train refuses them.
+    ranked = [sorted(search(task), key=lambda one: one.workload.cp_size * samples < gpus) for task in tasks]
+    candidates = [found[0] for found in ranked if found]
+    # The run samples videos, unless that needs settings that are 10 % slower.
+    return max(
+        candidates,
+        key=lambda one: one.tokens_per_second * (0.9 if one.task is tasks[0] else 1.0),
+        default=None,
+    )
+
+
+def _render(facts: dict[str, Any]) -> list[str]:
+    """Return the texts of the files that have a template."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
+    environment.filters |= {"json": _to_yaml, "quote": shlex.quote, "gib": to_gib, "text": printable}
+    return [environment.get_template(name).render(facts, time=format_seconds) for name in FILES[:2]]
 
 
 def _to_yaml(value: Any) -> str:
