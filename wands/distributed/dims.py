@@ -73,6 +73,8 @@ class ParallelDims:
 
 
 class ContextDegrees(NamedTuple):
+    """Degrees of context parallelism: their product is the number of ranks that share a bin."""
+
     ulysses: int
     ring: int
 
