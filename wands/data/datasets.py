@@ -200,8 +200,11 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
         return opened[0]
     kinds = dict(zip(LEFT_OUT, (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE), strict=True))
     left_out = [{name: int((side == kind).sum()) for name, kind in kinds.items()} for side in sides]
-    parts = zip(configs, opened, chosen, repeats, left_out, strict=True)
-    return CombinedDataset([SelectedSource(*part) for part in parts], seed)
+    selected = [
+        SelectedSource(config=config, data=data, chosen=kept, repeat=repeat, left_out=counts)
+        for config, data, kept, repeat, counts in zip(configs, opened, chosen, repeats, left_out, strict=True)
+    ]
+    return CombinedDataset(selected, seed)
 
 
 def open_held_out(

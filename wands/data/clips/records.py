@@ -109,7 +109,11 @@ class Rejection:
 
 def reject(key: str, path: object, reason: object) -> Rejection:
     """Return a `Rejection` with escaped texts of at most 4,096 characters."""
-    return Rejection(*(printable(str(text)[:4096]) for text in (key, path, reason)))
+
+    def escape(text: object) -> str:
+        return printable(str(text)[:4096])
+
+    return Rejection(key=escape(key), path=escape(path), reason=escape(reason))
 
 
 def records_of_clip(

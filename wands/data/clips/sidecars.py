@@ -320,9 +320,8 @@ def scan_tar(
                 }
                 try:
                     (extension, video), *others = _clips_of_sample(members)
-                    for _, other in others:
-                        reason = f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
-                        yield reject(f"{place}:{other.name}", place, reason)
+                    reason = f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
+                    yield from (reject(f"{place}:{other.name}", place, reason) for _, other in others)
                     written = video.name.removeprefix("./")
                     row: dict[str, Any] = {}
                     listed = name_in_captions(written, captions or {}, ())

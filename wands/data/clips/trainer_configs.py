@@ -97,13 +97,15 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
             unmasked = set[str]()
             of_stem = {mask.stem: mask for mask in masks}
             for item in (clip for clip in clips if not str(clip.path).lower().endswith(ignored)):
-                if isinstance(item, ClipRecord):
-                    mask = of_stem.get(PurePosixPath(item.name).stem)
-                    item = item.with_mask(mask) if mask else item
-                    unmasked |= set() if item.mask else {item.name}
-                    roots[item.name].add(root)
-                    if prefix and item.caption:
-                        item = replace(item, caption=check_caption(prefix + item.caption, place))
+                if not isinstance(item, ClipRecord):
+                    items.append((root, item))
+                    continue
+                mask = of_stem.get(PurePosixPath(item.name).stem)
+                item = item.with_mask(mask) if mask else item
+                unmasked |= set() if item.mask else {item.name}
+                roots[item.name].add(root)
+                if prefix and item.caption:
+                    item = replace(item, caption=check_caption(prefix + item.caption, place))
                 items.append((root, item))
             if "mask_path" in section and unmasked:
                 some = f"{len(unmasked):,} of the clips, such as {min(unmasked)}"

@@ -246,6 +246,28 @@ def _render_window(
     return images, filled
 
 
+def _truncated(reader: VideoReader, start: float, end: float) -> DataError:
+    return reader.error(
+        f"is truncated: the header says {reader.info.duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
+        f"window [{start:.2f}, {end:.2f}) s",
+        "replace the file, or lower --max-frames",
+    )
+
+
+def _add_files(
+    clip: DecodedClip, files: Sequence[tuple[FoundFile, list[np.ndarray]]], stride: int
+) -> tuple[str, str] | None:
+    """Add the arrays of a clip's other files to it. Return what makes a file unusable, and the fix; None if nothing does."""
+    for file, frames in files:
+        column = file.kind.column
+        images = np.stack(frames)
+        try:
+            clip.files[column] = file.kind.of_window(images, stride)
+        except ValueError as error:
+            return f"has the {column} {file.path}, which {error}", f"correct the {column}"
+    return None
+
+
 def decode_clip(
     path: Path,
     spec: ClipSpec,
@@ -297,37 +319,28 @@ def decode_clip(
             images, filled = _render_window(chosen, renders, length)
             kept_of = [(file, list(islice(items, filled))) for file, items in others]
             if filled < length and reader.reached < duration - slack:
-                raise reader.error(
-                    f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
-                    f"window [{window_start:.2f}, {window_start + length / spec.fps:.2f}) s",
-                    "replace the file, or lower --max-frames",
-                )
+                raise _truncated(reader, window_start, window_start + length / spec.fps)
             kept = spec.legal_frames(filled)
             if not kept and index == 0:
                 raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the start")
-            if kept == length or index == 0 or kept > spec.frame_stride:
-                window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-                for suffix, frames in images.items():
-                    clip = DecodedClip(
-                        frames=frames[:kept],
-                        fps=spec.fps,
-                        start_seconds=window_start,
-                        suffix=window + suffix,
-                        source=info,
-                        variable_fps=reader.variable_fps,
-                        interlaced=reader.interlaced,
-                        span=(begin, finish),
-                    )
-                    for file, items in kept_of:
-                        kept_frames = np.stack([item[suffix] for item in items[:kept]])
-                        try:
-                            clip.files[file.kind.column] = file.kind.of_window(kept_frames, spec.frame_stride)
-                        except ValueError as error:
-                            column = file.kind.column
-                            unusable = f"has the {column} {file.path}, which {error}", f"correct the {column}"
-                            break
-                    else:
-                        yield clip
+            is_long_enough = kept == length or index == 0 or kept > spec.frame_stride
+            window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
+            for suffix, frames in (images if is_long_enough else {}).items():
+                clip = DecodedClip(
+                    frames=frames[:kept],
+                    fps=spec.fps,
+                    start_seconds=window_start,
+                    suffix=window + suffix,
+                    source=info,
+                    variable_fps=reader.variable_fps,
+                    interlaced=reader.interlaced,
+                    span=(begin, finish),
+                )
+                found = [(file, [item[suffix] for item in items[:kept]]) for file, items in kept_of]
+                fault = _add_files(clip, found, spec.frame_stride)
+                unusable = fault or unusable
+                if not fault:
+                    yield clip
             if filled < length:
                 break
         if unusable:
