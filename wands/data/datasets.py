@@ -201,7 +201,7 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     kinds = dict(zip(LEFT_OUT, (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE), strict=True))
     left_out = [{name: int((side == kind).sum()) for name, kind in kinds.items()} for side in sides]
     selected = [
-        SelectedSource(config=config, data=data, chosen=kept, repeat=repeat, left_out=counts)
+        SelectedSource(config=config, data=data, chosen=kept, repeat=repeat, num_left_out=counts)
         for config, data, kept, repeat, counts in zip(configs, opened, chosen, repeats, left_out, strict=True)
     ]
     return CombinedDataset(selected, seed)

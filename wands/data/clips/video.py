@@ -31,6 +31,7 @@ from wands.data.clips.video_file import (
     VideoReader,
     open_video,
 )
+from wands.errors import DataError
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
