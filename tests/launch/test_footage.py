@@ -13,8 +13,8 @@ import pytest
 
 from data_tools.footage import write_captions
 from tests.launch.test_end_to_end import call, call_here
-from tests.unit.data.clips.test_video import write_clip
-from tests.unit.data_tools.test_captions import build_model
+from tests.support.clip_files import write_clip
+from tests.unit.data_tools.test_captions_models import build_model
 from tests.unit.data_tools.test_shots import black, seconds_by_kind, single_shots  # noqa: F401, a fixture
 from wands.data.cache.reader import LatentCache
 

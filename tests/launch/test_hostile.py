@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.caption_servers import Server
 from tests.support.hostile import (
     CONDITIONS,
     GOOD,
@@ -31,7 +32,6 @@ from tests.support.hostile import (
     write_mutations,
     write_sources,
 )
-from tests.unit.data_tools.test_captions import Server
 from wands.commands.check import check
 from wands.config.options import CheckOptions
 from wands.data.cache.reader import LatentCache

@@ -16,7 +16,8 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.unit.data.clips.test_video import damage, half, write_clip, write_sound
+from tests.support.clip_files import write_clip
+from tests.unit.data.clips.test_video_damage import damage, half, write_sound
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
 

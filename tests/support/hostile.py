@@ -25,8 +25,8 @@ from typing import Any
 from click.testing import CliRunner, Result
 from PIL import Image
 
+from tests.support.clip_files import numbered, write_clip
 from tests.support.corpus import mutate
-from tests.unit.data.clips.test_video import numbered, write_clip
 from wands.cli import main
 from wands.texts import printable
 
