@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import Tensor
 
 from tests.support.plain import (
     DIM,
@@ -99,69 +97,3 @@ class Wrong:
         if self.mistake == "crashes":
             raise RuntimeError("no kernel image is available")
         return dq, dk, dv
-
-
-@pytest.fixture(params=[4, 3], ids=["lse [1, H, T, 1]", "lse [1, H, T]"])
-def cudnn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """cuDNN's two operators with their own arguments and the reference's arithmetic; the lengths of each dense call."""
-    aten = torch.ops.aten
-    calls = []
-    names = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"
-    arguments = [
-        [argument.name for argument in getattr(aten, name).default._schema.arguments] for name in names
-    ]
-    assert arguments[0][:5] == ["query", "key", "value", "attn_bias", "compute_log_sumexp"]
-    assert arguments[1][5:13] == [
-        *(
-            "logsumexp",
-            "philox_seed",
-            "philox_offset",
-            "attn_bias",
-            "cum_seq_q",
-            "cum_seq_k",
-            "max_q",
-            "max_k",
-        ),
-    ]
-
-    def rows(*tensors: Tensor) -> list[Tensor]:
-        for x in tensors:
-            _, heads, length, dim = x.shape
-            assert x.stride() == (
-                length * heads * dim,
-                dim,
-                heads * dim,
-                1,
-            )  # one plan for each pair of lengths
-        return [x[0].transpose(0, 1) for x in tensors]
-
-    def forward(query, key, value, attn_bias, compute_log_sumexp, *, scale=None):
-        assert attn_bias is None
-        assert compute_log_sumexp
-        shape = (*query.shape[:3], 1)[: request.param]
-        if query.is_meta:
-            return torch.empty_like(query), torch.empty(shape, device="meta"), *[None] * 7
-        q, k, v = rows(query, key, value)
-        calls.append((len(q), len(k)))
-        out, lse = REFERENCE.forward(q, k, v, Segments.build([len(q)], [len(k)]), scale)
-        return out.transpose(0, 1)[None], lse.reshape(shape), *[None] * 7
-
-    def backward(
-        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
-        max_q, max_k, dropout_p, is_causal, *, scale=None,
-    ):  # fmt: skip
-        assert philox_seed.dtype == philox_offset.dtype == torch.int64
-        assert attn_bias is cum_seq_q is cum_seq_k is None
-        assert (max_q, max_k, dropout_p, is_causal) == (query.shape[2], key.shape[2], 0.0, False)
-        assert logsumexp.shape == (*query.shape[:3], 1)[: request.param]
-        assert logsumexp.is_contiguous()
-        assert logsumexp.isfinite().all()
-        dout, q, k, v, out = rows(grad_out, query, key, value, out)
-        segments = Segments.build([len(q)], [len(k)])
-        calls.append((len(q), len(k)))
-        grads = REFERENCE.backward(dout, q, k, v, out, logsumexp.view(q.shape[1], -1), segments, scale)
-        return tuple(grad.transpose(0, 1)[None] for grad in grads)
-
-    for name, function in zip(names, (forward, backward), strict=True):
-        monkeypatch.setattr(aten, name, function)
-    return calls

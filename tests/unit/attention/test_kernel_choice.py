@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from tests.support.kernel_cases import BF16, Wrong, cudnn
+from tests.support.kernel_cases import BF16, Wrong
 from wands.attention.kernels import registry as backends
 from wands.attention.kernels.contract import REFERENCE
 from wands.attention.kernels.flash import FlashBackend
@@ -15,8 +15,6 @@ from wands.attention.kernels.registry import get_backend
 from wands.attention.kernels.self_check import KernelError, check_backend
 from wands.attention.varlen import Backend, choose_backend
 from wands.errors import ConfigError
-
-__all__ = ["cudnn"]  # fixtures
 
 
 class FakeGpu:
