@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import shutil
 import statistics
@@ -313,6 +314,50 @@ def main() -> None:
         shutil.rmtree(root)
 
 
+def measure_rates(layouts: dict[str, Plain], rounds: int) -> dict[tuple[str, str, str], list[float]]:
+    """Read all samples of each layout, in sequence and in random order, with a cold and with a warm page cache.
+
+    Returns:
+        Speeds in each round, by (layout, access, state of the page cache).
+    """
+    order = np.random.default_rng(1).permutation(len(layouts["plain"])).tolist()
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    cases = itertools.product(("sequential", "random"), ("cold", "warm"), range(rounds))
+    for access, state, number in cases:
+        names = [*layouts][number % len(layouts) :] + [*layouts][: number % len(layouts)]
+        for name, layout in ((name, layouts[name]) for name in names):
+            if access == "sequential" and name == "tar indexed":
+                continue
+            if state == "cold":
+                layout.forget()
+                empty_page_cache(layout.folder)
+            reads: Callable[[], Iterator[Pair]] = layout.sequential
+            if access == "random":
+                wanted_order = order[:SCANNED] if name == "tar scanned" else order
+                reads = lambda layout=layout, o=wanted_order: layout.random(o)  # noqa: E731
+            rates.setdefault((name, access, state), []).append(rate(reads()))
+    return rates
+
+
+def print_table(rates: dict[tuple[str, str, str], list[float]], names: list[str]) -> None:
+    """Print a line for each layout."""
+    for name in names:
+        cells = []
+        for access in ("sequential", "random"):
+            for state in ("cold", "warm"):
+                ours = rates.get((name, access, state))
+                plain = rates["plain", access, state]
+                if ours is None:
+                    cells.append("-")
+                    continue
+                ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+                middle = statistics.median(ratios)
+                low = min(ratios)
+                high = max(ratios)
+                cells.append(f"{statistics.median(ours):,.0f} {middle:.2f} ({low:.2f}-{high:.2f})")
+        print(f"{name:14}" + "".join(f"{cell:>24}" for cell in cells))
+
+
 def run(root: Path, num_bytes: int, rounds: int) -> None:
     """Write random samples in every layout to `root`, check that all layouts return equal samples, and print their speeds.
 
@@ -347,38 +392,7 @@ def run(root: Path, num_bytes: int, rounds: int) -> None:
         f"{'':14}"
         + "".join(f"{a + ', ' + p:>24}" for a in ("sequential", "random") for p in ("cold", "warm"))
     )
-    order = np.random.default_rng(1).permutation(count).tolist()
-    rates: dict[tuple[str, str, str], list[float]] = {}
-    for access in ("sequential", "random"):
-        for state in ("cold", "warm"):
-            for number in range(rounds):
-                names = [*layouts][number % len(layouts) :] + [*layouts][: number % len(layouts)]
-                for name, layout in ((name, layouts[name]) for name in names):
-                    if access == "sequential" and name == "tar indexed":
-                        continue
-                    if state == "cold":
-                        layout.forget()
-                        empty_page_cache(layout.folder)
-                    reads: Callable[[], Iterator[Pair]] = layout.sequential
-                    if access == "random":
-                        wanted_order = order[:SCANNED] if name == "tar scanned" else order
-                        reads = lambda layout=layout, o=wanted_order: layout.random(o)  # noqa: E731
-                    rates.setdefault((name, access, state), []).append(rate(reads()))
-    for name in layouts:
-        cells = []
-        for access in ("sequential", "random"):
-            for state in ("cold", "warm"):
-                ours = rates.get((name, access, state))
-                plain = rates["plain", access, state]
-                if ours is None:
-                    cells.append("-")
-                    continue
-                ratios = [a / b for a, b in zip(ours, plain, strict=True)]
-                middle = statistics.median(ratios)
-                low = min(ratios)
-                high = max(ratios)
-                cells.append(f"{statistics.median(ours):,.0f} {middle:.2f} ({low:.2f}-{high:.2f})")
-        print(f"{name:14}" + "".join(f"{cell:>24}" for cell in cells))
+    print_table(measure_rates(layouts, rounds), list(layouts))
 
 
 if __name__ == "__main__":

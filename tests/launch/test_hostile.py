@@ -19,19 +19,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.hostile import (
-    CONDITIONS,
-    GOOD,
-    Sandbox,
-    archives,
-    png,
-    tables,
-    time_limit,
-    write_hostile_media,
-    write_mutations,
-    write_sources,
-)
-from tests.unit.data_tools.test_captions import Server
+from tests.support.caption_servers import Server
+from tests.support.hostile import CONDITIONS, write_sources
+from tests.support.hostile_archives import archives
+from tests.support.hostile_box import Sandbox, time_limit
+from tests.support.hostile_media import png, write_hostile_media, write_mutations
+from tests.support.hostile_tables import GOOD, tables
 from wands.commands.check import check
 from wands.config.options import CheckOptions
 from wands.data.cache.reader import LatentCache

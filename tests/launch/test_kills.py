@@ -79,6 +79,17 @@ def send(job: Job, launcher: str, rng: random.Random) -> str:
     return f"{number.name} to {target}"
 
 
+def wait_for_moment(job: Job, is_time: Callable[[], bool], rng: random.Random) -> None:
+    """Wait until a training is to be killed: in its start, or from `is_time` on, half of the times during a save."""
+    if rng.random() < 0.15:  # before the first step
+        job.wait_for(job.processes)
+        time.sleep(rng.uniform(0, 8))
+        return
+    job.wait_for(is_time, 200)
+    if rng.random() < 0.5:
+        job.wait_for(lambda: is_saving(job) or not job.processes(), 60)
+
+
 def train_through_kills(
     launcher: str, steps: int, seed: int, num_kills: int, model: Path, folder: Path, *settings: str
 ) -> None:
@@ -98,13 +109,7 @@ def train_through_kills(
                     ended = "done: " in job.output() or "already the end" in job.output()
                     return ended or len(job.rows()) >= target
 
-                if rng.random() < 0.15:  # before the first step
-                    job.wait_for(job.processes)
-                    time.sleep(rng.uniform(0, 8))
-                else:
-                    job.wait_for(is_time, 200)
-                    if rng.random() < 0.5:
-                        job.wait_for(lambda job=job: is_saving(job) or not job.processes(), 60)  # type: ignore[misc]
+                wait_for_moment(job, is_time, rng)
                 log.append(f"{send(job, launcher, rng)} at step {len(job.rows())}")
             else:
                 job.wait_for(
@@ -192,6 +197,20 @@ def tree(folder: Path) -> dict[str, str]:
     }
 
 
+def kill_after(
+    process: subprocess.Popen[str], has_begun: Callable[[], bool], rng: random.Random
+) -> signal.Signals:
+    """Kill a process some time after it has begun to write. Return the signal."""
+    while not has_begun() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(rng.choice((0, rng.uniform(0, 0.2), rng.uniform(0, 2))))
+    number = rng.choice(SIGNALS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    return number
+
+
 KILLS = {"few": range(1), "many": range(1, 9)}
 
 
@@ -256,14 +275,7 @@ def test_a_killed_command_is_completed_by_the_same_command(
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         hub.repos.clear()
         hub.requests.clear()
-        process = start(arguments, temporary)
-        while not has_begun() and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(rng.choice((0, rng.uniform(0, 0.2), rng.uniform(0, 2))))
-        number = rng.choice(SIGNALS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        process.communicate(timeout=60)
+        number = kill_after(start(arguments, temporary), has_begun, rng)
         again = call()
         # If the signal came after the result had its final name, a second conversion to this name is refused.
         if not (command == "convert" and "contains files" in again.output):

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support import runs
-from tests.support.world import free_port
-from wands.checkpoint.checkpoint_files import find_checkpoint
+from tests.support.launch_scripts import (
+    BIN,
+    MULTINODE,
+    SCONTROL,
+    SLURM,
+    SRUN,
+    fake,
+    say,
+    slurm,
+    start,
+    wait_for,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-MULTINODE = ROOT / "scripts" / "launch_multinode.sh"
-SLURM = ROOT / "scripts" / "launch_slurm.sh"
+__all__ = ["fake", "start"]  # fixtures
+
+
 AGENT = "-m wands.watch.restart"
-
-# Two nodes here: the options are written down, then the command runs once for each node.
-SRUN = """
-while [[ "$1" == -* ]]; do echo "$1" >>"$LOGS/srun"; shift; done
-for node in 0 1; do SLURM_NODEID=$node "$@" >"$LOGS/node$node" 2>&1 & nodes+=($!); done
-code=0
-for node in "${nodes[@]}"; do wait "$node" || code=$?; done
-exit $code
-"""
-SCONTROL = 'if [ "$1" = show ]; then printf "127.0.0.1\\nnode1\\n"; else echo "$*" >>"$LOGS/scontrol"; fi'
 TELL = (
     'printf "%s\\n" "$@" OMP=${OMP_NUM_THREADS:-} NCCL=${NCCL_SOCKET_IFNAME:-} GLOO=${GLOO_SOCKET_IFNAME:-}'
 )
@@ -43,88 +36,6 @@ touch "$LOGS/over"
 [ -n "${{ENDS:-}}" ] || rm -f "$RUN/save_quit"
 exit ${{CODE:-0}}
 """
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """`fake(name=body, ...)` puts bash scripts of these names before all other commands; returns the environment."""
-
-    def make(real: bool = False, **commands: str) -> dict[str, str]:
-        folder = tmp_path / "bin"
-        logs = tmp_path / "logs"
-        folder.mkdir(exist_ok=True)
-        logs.mkdir(exist_ok=True)
-        for name, body in commands.items():
-            (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-            (folder / name).chmod(0o755)
-        path = [folder, *([BIN] if real else []), "/usr/bin", "/bin"]
-        return {"PATH": ":".join(map(str, path)), "LOGS": str(logs)}
-
-    return make
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(script, arguments, environment)` starts a launch with its output in one pipe; what is left of it at the end dies."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(script: Path, arguments: list[object], env: dict[str, str]) -> subprocess.Popen[str]:
-        ours = (
-            "NNODES",
-            "NODE_RANK",
-            "MASTER_",
-            "NPROC_PER_NODE",
-            "SLURM_",
-            "NCCL_",
-            "GLOO_",
-            "RANK",
-            "WORLD_SIZE",
-        )
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        started.append(
-            subprocess.Popen(
-                ["bash", str(script), *map(str, arguments)],
-                env={**kept, **env},
-                cwd=ROOT,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        )
-        return started[-1]
-
-    yield run
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def slurm(**more: str) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": "123457",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node[0-1]",
-        "SLURM_GPUS_ON_NODE": "2",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        **more,
-    }
-
-
-def say(process: subprocess.Popen[str], seconds: float = 60) -> list[str]:
-    """The lines of a launch that ends well."""
-    text = process.communicate(timeout=seconds)[0]
-    assert process.returncode == 0, text
-    return text.splitlines()
 
 
 # ---- what is started
@@ -361,99 +272,3 @@ def test_slurm_says_what_is_missing(fake, start, more: dict[str, str], arguments
     assert process.returncode == 2
     assert sentence in text
     assert text.count("\n") == 1
-
-
-# ---- two nodes on loopback
-
-
-@pytest.mark.slow
-def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
-    fake, start, tiny_pipeline: Path, tmp_path: Path, run_world
-):
-    """Ulysses inside each node of two ranks, the ring across: first in a SLURM job that ends too early, then with DeepSpeed."""
-    run = tmp_path / "run"
-    port = free_port()
-
-    def arguments(steps: int) -> list[str]:
-        values = (
-            *runs.BASE, f"model.path={tiny_pipeline}", f"output_dir={run}", "train.log_every=1", f"train.max_steps={steps}",
-            "parallel.cp_size=4",
-        )  # fmt: skip
-        return [part for value in values for part in ("--set", value)]
-
-    env = {
-        **fake(real=True, srun=SRUN, scontrol=SCONTROL),
-        **slurm(MASTER_PORT=port),
-        "PYTHONUNBUFFERED": "1",
-    }
-    job = start(SLURM, arguments(500), env)
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text(), job)
-    job.send_signal(signal.SIGTERM)
-    assert say(job, 240) == []
-    first, second = ((tmp_path / "logs" / f"node{node}").read_text() for node in (0, 1))
-    assert "4 ranks = dp 1 x ring 2 x ulysses 2 (parallel.cp_size=4)" in first
-    for text in (
-        "4 ranks =",
-        "1/500  loss",
-        "as requested; use --resume to continue the run",
-    ):  # one rank speaks for both nodes
-        assert first.count(text) == 1
-        assert text not in second
-    steps = find_checkpoint(run)[1].step
-    assert 0 < steps < 500
-    assert (tmp_path / "logs" / "scontrol").read_text() == "requeue 123457\n"
-
-    # it goes on under the other launcher
-    (tmp_path / "hosts").write_text("127.0.0.1 slots=2\nnode1 slots=2\n")
-    options = ["--hostfile", tmp_path / "hosts", "--master-port", free_port()]
-    nodes = [
-        start(MULTINODE, [*options, "--node-rank", node, "--", *arguments(steps + 2), "--resume"], env)
-        for node in (0, 1)
-    ]
-    first, second = ("\n".join(say(node, 240)) for node in nodes)
-    for text in (
-        "4 ranks = dp 1 x ring 2 x ulysses 2",
-        f"resumed from {run}",
-        f"{steps + 2}/{steps + 2}  loss",
-    ):
-        assert first.count(text) == 1
-        assert text not in second
-    assert find_checkpoint(run)[1].step == steps + 2
-
-    alone = run_world(
-        1, runs.run_training, tiny_pipeline, tmp_path / "alone", (f"train.max_steps={steps + 2}",)
-    )[0]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, steps + 3))
-    assert runs.losses(rows) == pytest.approx(runs.losses(alone), rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistaken", [pytest.param((0, 1), marks=pytest.mark.full), (1,)])
-def test_a_mistake_ends_both_nodes_with_its_sentence(
-    fake, start, tiny_pipeline: Path, tmp_path: Path, mistaken: tuple[int, ...]
-):
-    """Also one that a single node has, whose ranks the other node would wait for half an hour."""
-    options = [
-        "--nnodes",
-        2,
-        "--nproc-per-node",
-        2,
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        free_port(),
-    ]
-    right = [*runs.BASE, "train.bins_per_step=4", f"model.path={tiny_pipeline}", f"output_dir={tmp_path}/run"]
-    nodes = []
-    for node in (0, 1):
-        values = [*right, "parallel.ulysses_degree=3"] if node in mistaken else right
-        arguments = [part for value in values for part in ("--set", value)]
-        nodes.append(start(MULTINODE, [*options, "--node-rank", node, "--", *arguments], fake(real=True)))
-    texts = [node.communicate(timeout=120)[0] for node in nodes]
-    for node, text in zip(nodes, texts, strict=True):
-        assert node.returncode == 2
-        assert re.search(r"exitcode\s+: 2 ", text)
-    sentence = "parallel.ulysses_degree=3: 3 ranks share each packed sequence, but world_size=4 is not"
-    assert "".join(texts).count(sentence) == 1
-    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[1] / "support" / "no_locks.c"
 WRITE = """
 import fcntl, sys
 from pathlib import Path
-from tests.unit.data.test_cache import make_sample, write
+from tests.support.cache_samples import make_sample, write
 from wands.files import atomic_folder
 try:
     fcntl.flock(0, fcntl.LOCK_EX)

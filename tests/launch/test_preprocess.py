@@ -5,11 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +18,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
 from tests.support.commands import preprocess
+from tests.support.preprocessed import CAPTIONS, SMALL, clips, contents, one_clip, single_clip, three_clips
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
@@ -32,47 +28,12 @@ from wands.encoders import image
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import CacheError, ConfigError, DataError
+from wands.errors import CacheError, DataError
 from wands.preprocess import clip_rules
-from wands.preprocess import progress as progress_module
-from wands.preprocess.length_histogram import token_histogram
 from wands.preprocess.preprocess_report import PreprocessReport
 from wands.variants import variant_of
 
-SMALL: dict[str, Any] = {"max_pixels": 64 * 96, "max_frames": 9, "device": "cpu", "text_dtype": "fp32"}
-CAPTIONS = {
-    "bikes": "Street scenes of cyclists &amp;amp; parked bicycles.",
-    "nested/carphone": "A man in a dark suit sits in a moving car.",
-    "city": "Street scenes of cyclists & parked   bicycles.",  # equal to the first once cleaned
-}
-
-
-def three_clips(folder: Path, clips_dir: Path) -> Path:
-    """Three real clips: mp4, nested mp4, MPEG program stream."""
-    (folder / "nested").mkdir(parents=True)
-    shutil.copy(clips_dir / "bikes.mp4", folder / "bikes.mp4")
-    shutil.copy(clips_dir / "carphone_pristine.mp4", folder / "nested" / "carphone.mp4")
-    shutil.copy(clips_dir / "cityCC0.mpg", folder / "city.mpg")
-    for stem, caption in CAPTIONS.items():
-        (folder / f"{stem}.txt").write_text(caption)
-    return folder
-
-
-def single_clip(folder: Path, clips_dir: Path) -> Path:
-    folder.mkdir()
-    shutil.copy(clips_dir / "carphone_pristine.mp4", folder / "man.mp4")
-    (folder / "man.txt").write_text(CAPTIONS["nested/carphone"])
-    return folder
-
-
-@pytest.fixture
-def clips(clips_dir: Path, tmp_path: Path) -> Path:
-    return three_clips(tmp_path / "clips", clips_dir)
-
-
-@pytest.fixture
-def one_clip(clips_dir: Path, tmp_path: Path) -> Path:
-    return single_clip(tmp_path / "one", clips_dir)
+__all__ = ["clips", "one_clip"]  # fixtures
 
 
 @dataclass(frozen=True)
@@ -122,18 +83,6 @@ class Counter:
             return original(instance, *args)
 
         monkeypatch.setattr(owner, name, counted)
-
-
-def contents(path: Path) -> dict[str, tuple[bytes, bytes, str]]:
-    cache = LatentCache(path, verify=True)
-    samples = [cache.read(i) for i in range(len(cache))]
-    raw = [
-        [t.view(torch.uint16).numpy().tobytes() for t in (sample.latents, sample.text_embeds)]
-        for sample in samples
-    ]
-    return {
-        s.sample_id: (*r, cache.meta(i)["caption"]) for i, (s, r) in enumerate(zip(samples, raw, strict=True))
-    }
 
 
 @torch.no_grad()
@@ -433,294 +382,3 @@ def test_other_encoder_is_refused_and_names_both(
     variant = variant_of(json.loads((other / "transformer" / "config.json").read_text()))
     with pytest.raises(CacheError, match=rf"vae\.weights_sha256={ours} but the model, .*={theirs}"):
         LatentCache(made_of_one.cache).check_fits(variant, fingerprint_pipeline(other))
-
-
-def test_slide_windows_cover_the_clip_and_resume(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = SMALL | {"clip_mode": "slide", "max_samples": 2}
-    report = preprocess(str(one_clip), tmp_path / "whole", tiny_pipeline, **options)
-    assert report.num_accepted > 3  # 4 s at 16 fps, 9 frames each
-    encode = WanVideoEncoder.encode
-    calls = 0
-
-    def interrupted(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
-            raise KeyboardInterrupt
-        return encode(self, pixels)
-
-    monkeypatch.setattr(WanVideoEncoder, "encode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **options)
-    monkeypatch.setattr(WanVideoEncoder, "encode", encode)
-    again = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **options)
-    assert again.num_reused == 3
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
-    assert not list((tmp_path / "cache").glob(".*"))
-    starts = [LatentCache(tmp_path / "cache").meta(i)["start_seconds"] for i in range(again.num_accepted)]
-    assert np.allclose(np.diff(starts), 9 / 16)
-
-
-# ---- mistakes
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"source": "nowhere/at/all"}, DataError, "nowhere/at/all"),
-        ({"model": "no/such/model"}, ConfigError, "neither a folder nor a Hub id"),
-        (
-            {"height": 100, "max_pixels": None, "width": 96},
-            ConfigError,
-            "height=100 must be a multiple of 16",
-        ),
-        ({"height": 64, "max_pixels": None}, ConfigError, "must be set together"),
-        ({"device": "cuda:77"}, ConfigError, "--device cuda:77 cannot be used"),
-        ({"device": "warp"}, ConfigError, "--device warp cannot be used"),
-        ({"clip_mode": "slide", "max_frames": None}, ConfigError, "needs a window length"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_made(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path, change: dict[str, Any], error: type, message: str
-) -> None:
-    options: dict[str, Any] = {"source": str(one_clip), "model": tiny_pipeline, **SMALL} | change
-    with pytest.raises(error, match=message) as caught:
-        preprocess(out=tmp_path / "cache", **options)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_encoders_of_another_dit_are_refused(one_clip: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
-    other = Path(shutil.copytree(tiny_pipeline, tmp_path / "other"))
-    config = other / "transformer" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"text_dim": 4096}))
-    with pytest.raises(ConfigError, match="text encoder's d_model=32 must equal text_dim=4096"):
-        preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"in_channels": 32}))
-    with pytest.raises(ConfigError, match=r"in_channels=32.* which no Wan 2\.1 or 2\.2"):
-        preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
-
-
-def test_out_of_memory_rejects_the_clip_alone(
-    clips: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = WanVideoEncoder.encode
-
-    def sometimes(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
-        if pixels.shape[-2] < pixels.shape[-1] / 2:  # bikes is the widest
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return encode(self, pixels)
-
-    monkeypatch.setattr(WanVideoEncoder, "encode", sometimes)
-    report = preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
-    assert [(item.key, "lower --max-frames" in item.reason) for item in report.rejected] == [("bikes", True)]
-    assert report.num_accepted == 2
-
-
-def test_encoders_are_never_in_memory_together(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import weakref
-
-    loaded: list[Any] = []
-    load_text = TextEncoder.load
-    load_vae = WanVideoEncoder.load
-
-    def watched_text(*args: Any) -> TextEncoder:
-        encoder = load_text(*args)
-        loaded.append(weakref.ref(encoder.model))
-        return encoder
-
-    def watched_vae(*args: Any, **options: Any) -> WanVideoEncoder:
-        assert loaded, "the captions come first"
-        assert loaded[0]() is None, "UMT5 is still in memory"
-        return load_vae(*args, **options)
-
-    monkeypatch.setattr(TextEncoder, "load", watched_text)
-    monkeypatch.setattr(WanVideoEncoder, "load", watched_vae)
-    preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
-
-
-# ---- other processes
-
-
-WINDOWS = SMALL | {"clip_mode": "slide", "max_samples": 2}
-
-
-def start(body: str, *args: object) -> subprocess.Popen[str]:
-    """A fresh interpreter: what forks a process in which torch has run may hang."""
-    code = f"""
-import resource, sys
-from tests.support.commands import preprocess
-from wands.encoders.vae import WanVideoEncoder
-from wands.errors import WandsError
-source, out, model = sys.argv[1:4]
-options = {WINDOWS!r}
-""" + textwrap.dedent(body)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).resolve().parents[2],
-    )
-
-
-@pytest.mark.kill
-def test_kill_9_then_the_same_command_equals_an_undisturbed_run(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path
-) -> None:
-    child = start(
-        """
-        encode = WanVideoEncoder.encode
-        def reported(self, pixels):
-            print("clip", flush=True)
-            return encode(self, pixels)
-        WanVideoEncoder.encode = reported
-        preprocess(source, out, model, **options)
-        """,
-        one_clip,
-        tmp_path / "cache",
-        tiny_pipeline,
-    )
-    assert child.stdout is not None
-    for _ in range(4):  # three windows are encoded, the fourth has begun: one shard of two is finished
-        assert child.stdout.readline() == "clip\n"
-    child.kill()
-    child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGKILL
-    with pytest.raises(CacheError, match="unfinished"):
-        LatentCache(tmp_path / "cache")
-    report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **WINDOWS)
-    assert report.num_reused >= 2
-    preprocess(str(one_clip), tmp_path / "whole", tiny_pipeline, **WINDOWS)
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
-    assert not list((tmp_path / "cache").glob(".*"))
-
-
-@pytest.mark.slow
-def test_full_disk_is_one_sentence_and_the_next_run_goes_on(
-    one_clip: Path, tiny_pipeline: Path, tmp_path: Path
-) -> None:
-    """The disk fills up at the manifest, between the two passes, and in the middle of the shards."""
-    (one_clip / "man.txt").write_text("A man in a dark suit sits in a moving car and talks to us. " * 3)
-    child = start(
-        """
-        for limit in (500, 2000, 140_000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                preprocess(source, out, model, **options)
-            except WandsError as error:
-                print(f"{type(error).__name__}: {error}")
-        sys.exit(2)
-        """,
-        one_clip,
-        tmp_path / "cache",
-        tiny_pipeline,
-    )
-    output, errors = child.communicate(timeout=120)
-    assert child.returncode == 2, errors
-    assert "Traceback" not in errors
-    messages = output.splitlines()
-    assert len(messages) == 3, output
-    for message, file in zip(messages, ("manifest.json", "text-0.journal", "shard-0000"), strict=True):
-        assert message.startswith(f"CacheError: cache={tmp_path / 'cache'} cannot store {file}")
-        assert "File too large" in message
-    assert [path.name for path in (tmp_path / "cache").glob(".*")] == [".work"]  # what is encoded is kept
-    report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **WINDOWS)
-    assert report.num_accepted > 3
-    assert report.num_reused >= 2
-    assert not list((tmp_path / "cache").glob(".*"))
-    LatentCache(tmp_path / "cache", verify=True).read(0)
-
-
-# ---- what the person sees
-
-
-def test_progress_without_a_terminal_is_a_line_with_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
-    with caplog.at_level("INFO"), progress_module.progress("clips", 4) as advance:
-        for _ in range(4):
-            now[0] += 6
-            advance()
-    assert [record.message for record in caplog.records] == [
-        "clips: 2 of 4, 12 s passed, 12 s left",
-        "clips: 4 of 4, 24 s passed, 0 s left",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    with progress_module.progress("clips", 3) as advance:
-        for _ in range(3):
-            advance()
-            time.sleep(0.05)
-    captured = capsys.readouterr()
-    assert "clips" in captured.err
-    assert "3/3" in captured.err
-    assert not captured.out
-
-
-def test_progress_on_a_terminal_that_cannot_move_the_cursor_is_a_log_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    caplog.set_level("INFO", logger=progress_module.__name__)
-    with progress_module.progress("clips", 1) as advance:
-        advance()
-    assert "clips: 1 of 1" in caplog.text
-    assert "1/1" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "lengths", [[80], [80, 100, 80], list(range(100, 5000, 7)), [1, 10**6] * 30 + [*range(20)]]
-)
-def test_histogram_counts_everything(lengths: list[int]) -> None:
-    lines = token_histogram(lengths).splitlines()
-    rows = [line for line in lines[1:-1]]
-    counted = [int(line.split("  #")[0].split()[-1].replace(",", "")) for line in rows]
-    assert sum(counted) == len(lengths)
-    assert len(rows) <= 10
-    assert all(("#" in line) == (count > 0) for line, count in zip(rows, counted, strict=True))
-    assert f"{sum(lengths):,} tokens in all" in lines[-1]
-
-
-def test_long_reports_end() -> None:
-    """The summary stands after the list of rejected clips, and counts the reasons."""
-    reasons = ["broken; replace it", "width=3 is too small", "a=1, but --where requires a > 2"]
-    rejected = tuple(
-        Rejection(f"clip{i}", f"clip{i}.mp4", reasons[i % 10 // 8 + i % 10 // 9]) for i in range(60)
-    )
-    report = PreprocessReport(
-        out=Path("c"),
-        variant="wan2.1-t2v-1.3b",
-        num_accepted=1,
-        num_reused=0,
-        num_left_out=0,
-        num_cut_captions=3,
-        rejected=rejected,
-        tokens=np.array([80]),
-        num_shards=1,
-        num_bytes=10,
-        seconds=1.0,
-    )
-    text = str(report)
-    assert "clip19: a=1" in text
-    assert "clip20: broken" not in text
-    _, summary = text.split("  ... and 40 more\n")
-    counts = (
-        "       48  broken\n        6  width is too small\n        6  --where requires a > 2\nc: 1 samples"
-    )
-    assert summary.startswith(f"60 rejected, listed in rejects.jsonl:\n{counts}")
-    assert "3 captions fill 512 text tokens" in text

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_preprocess import SMALL, contents
-from tests.launch.test_preprocess import start as start_python
+from tests.launch.test_preprocess_interrupted import start as start_python
 from tests.launch.test_preprocess_workers import finish, noise, start
 from tests.support import deadly
 from tests.support.commands import preprocess
+from tests.support.preprocessed import SMALL, contents
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.isolated import Crash, IsolatedWorker
 from wands.preprocess import decoding

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from data_tools.merge import merge
-from tests.launch.test_preprocess import SMALL, break_some, contents
+from tests.launch.test_preprocess import break_some
 from tests.support.commands import preprocess
+from tests.support.preprocessed import SMALL, contents
 from tests.support.world import free_port
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.records import ClipRecord

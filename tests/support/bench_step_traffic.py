@@ -27,22 +27,11 @@ PRODUCTS = ("mm", "addmm", "bmm", "convolution", "flash_attention", "ring")
 FREE = ("prim", "sym_", "is_contiguous", "detach", "empty")  # no work, or no more than a pointer
 
 
-def main() -> None:
-    load(Path(sys.argv[1]))
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-    import bench_step
+def counting(one_block: bool) -> Any:
+    """Return a mode that counts operators and their bytes on the GPU, of one block only those with a row for each token."""
     import torch
-    from diffusers import WanTransformer3DModel
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-
-    from wands.attention.kernels.registry import get_backend
-    from wands.model.transformer import PackedWanTransformer
-
-    found: dict[str, dict[str, int]] = {}
-
-    one_block = len(sys.argv) > 2
-    compiled = False
 
     class Count(TorchDispatchMode):
         operators = traffic = 0
@@ -63,6 +52,38 @@ def main() -> None:
                     self.traffic += sum(one.nbytes for one in on_gpu)
             return result
 
+    return Count()
+
+
+def flash(query: Any, key: Any, value: Any, attn_mask: None = None, **options: Any) -> Any:
+    """What `sdpa_kernel` and autocast make of it on a GPU; without one torch would write whole matrices."""
+    import torch
+
+    q, k, v = (one.to(torch.bfloat16) for one in (query, key, value))
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+
+
+def of_one_block(two: dict[str, dict[str, int]], three: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Work of one block, from that of two and of three blocks."""
+    unit = {"operators": 1, "traffic": NUM_TOKENS * WIDTH}
+    return {name: {key: (three[name][key] - two[name][key]) / unit[key] for key in unit} for name in two}
+
+
+def main() -> None:
+    load(Path(sys.argv[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    import bench_step
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    from wands.attention.kernels.registry import get_backend
+    from wands.model.transformer import PackedWanTransformer
+
+    found: dict[str, dict[str, int]] = {}
+
+    one_block = len(sys.argv) > 2
+    compiled = False
+
     def build_models(device: str) -> tuple[Any, Any]:
         models = []
         for kind in (WanTransformer3DModel, PackedWanTransformer):
@@ -79,16 +100,11 @@ def main() -> None:
         if (compiled or one_block) and model.__class__ is WanTransformer3DModel:
             return 1.0
         model.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16), Count() as count:
+        with torch.autocast(device, torch.bfloat16), counting(one_block) as count:
             step()
         name = "compiled" if compiled else step.__qualname__.partition("_step")[0]
         found[name] = {"operators": count.operators, "traffic": count.traffic}
         return 1.0
-
-    def flash(query: Any, key: Any, value: Any, attn_mask: None = None, **options: Any) -> Any:
-        """What `sdpa_kernel` and autocast make of it on a GPU; without one torch would write whole matrices."""
-        q, k, v = (one.to(torch.bfloat16) for one in (query, key, value))
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
 
     bench_step.GRIDS["cuda"] = CLIPS if one_block else [(5, 30, 52), (8, 35, 46), (3, 40, 40)]
     if one_block:
@@ -107,11 +123,7 @@ def main() -> None:
                 bench_step.measure("cuda", 1, None, bench_step.CLOCKS["wall"])
         counts.append({name: dict(numbers) for name, numbers in found.items()})
     if one_block:
-        unit = {"operators": 1, "traffic": NUM_TOKENS * WIDTH}
-        found = {
-            name: {key: (counts[1][name][key] - counts[0][name][key]) / unit[key] for key in unit}
-            for name in found
-        }
+        found = of_one_block(*counts)
     json.dump(found, stdout)
     stdout.flush()
     os._exit(0)  # threads of torch.compile can abort a process that has finished its work

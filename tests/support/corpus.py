@@ -16,13 +16,15 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.unit.data.clips.test_video import damage, half, write_clip, write_sound
+from tests.support.clip_files import write_clip
+from tests.unit.data.clips.test_video_damage import damage, half, write_sound
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
 
 SAMPLE = ""
 LONG = "a name of 251 letters " + "x" * 229
 PLAIN = {"preset": "ultrafast"}
+LIE = b"YUV4MPEG2 W65535 H65535 F25:1 Ip A1:1 C420jpeg\nFRAME\n"
 
 
 def real_frames(clips_dir: Path) -> list[np.ndarray]:
@@ -55,6 +57,31 @@ def lose_packet(path: Path, number: int) -> Path:
     return path
 
 
+def _pictures(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object], str]]:
+    """Pictures, as in `_videos`."""
+
+    def picture(path: Path, mode: str = "RGB", orientation: int = 1) -> Path:
+        image = Image.fromarray(frames[0]).convert(mode)
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        image.save(path, exif=exif)
+        return path
+
+    return {
+        "image.png": (picture, SAMPLE),
+        "image with alpha.png": (lambda path: picture(path, mode="RGBA"), SAMPLE),
+        "image of a turned phone.jpg": (lambda path: picture(path, orientation=6), SAMPLE),
+        "image cut.jpg": (lambda path: half(picture(path)), "no frame"),
+        "image cut.png": (lambda path: half(picture(path)), "no frame"),
+        "image that moves.webp": (
+            lambda path: Image.fromarray(frames[0]).save(
+                path, save_all=True, append_images=[Image.fromarray(frames[9])]
+            ),
+            "no frame",
+        ),
+    }
+
+
 def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object], str]]:
     """File name -> (its writer, what its reason says; "" for a sample)."""
     large = np.repeat(np.repeat(frames[0], 68, axis=0), 80, axis=1)  # 7680 x 4352
@@ -66,13 +93,6 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
 
     def made(writer: Callable[[Path], Path], then: Callable[[Path], object]) -> Callable[[Path], object]:
         return lambda path: then(writer(path))
-
-    def picture(path: Path, mode: str = "RGB", orientation: int = 1) -> Path:
-        image = Image.fromarray(frames[0]).convert(mode)
-        exif = image.getexif()
-        exif[0x0112] = orientation
-        image.save(path, exif=exif)
-        return path
 
     faststart = clip(container={"movflags": "+faststart"})
     return {
@@ -114,26 +134,13 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         "png alpha.mov": (lambda path: write_layers(path, frames, "png", "rgba"), SAMPLE),
         "huge.mp4": (clip([large] * 5, codec="mjpeg", options={}), SAMPLE),
         "a lie of 65535 x 65535.avi": (
-            lambda path: path.write_bytes(
-                b"YUV4MPEG2 W65535 H65535 F25:1 Ip A1:1 C420jpeg\nFRAME\n" + bytes(9999)
-            ),
+            lambda path: path.write_bytes(LIE + bytes(9999)),
             "cannot be read|no frame",
         ),
         "漢字 и 🚲 e\u0301.mp4": (clip(), SAMPLE),
         "hash # percent %23 'quote\" new line.mp4": (clip(), SAMPLE),
         f"{LONG}.mp4": (clip(), SAMPLE),
         "UPPER.MP4": (clip(fmt="mp4"), SAMPLE),
-        "image.png": (picture, SAMPLE),
-        "image with alpha.png": (lambda path: picture(path, mode="RGBA"), SAMPLE),
-        "image of a turned phone.jpg": (lambda path: picture(path, orientation=6), SAMPLE),
-        "image cut.jpg": (made(picture, half), "no frame"),
-        "image cut.png": (made(picture, half), "no frame"),
-        "image that moves.webp": (
-            lambda path: Image.fromarray(frames[0]).save(
-                path, save_all=True, append_images=[Image.fromarray(frames[9])]
-            ),
-            "no frame",
-        ),
     }
 
 
@@ -160,7 +167,7 @@ def build_corpus(folder: Path, clips_dir: Path) -> dict[str, str]:
     folder.mkdir()
     frames = real_frames(clips_dir)
     expected = {}
-    videos = _videos(frames)
+    videos = _videos(frames) | _pictures(frames)
     stems = [Path(name).stem for name in videos]
     for name, (write, reason) in videos.items():
         path = folder / name

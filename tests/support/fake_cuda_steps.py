@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fake_cuda import fake_cuda, fake_streams, load, move
+from tests.support.fake_cuda_mistakes import objective_with
 
 TEXT_DIM = 64
 IMAGE_DIM = 32
@@ -122,6 +123,88 @@ def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _two_layers(row: Any) -> dict[str, Any]:
+    """Config of a model of two layers in the variant's own width."""
+    config = {key: value for key, value in row.dit.to_config().items() if key[0] != "_"}
+    config |= {"num_layers": 2, "text_dim": TEXT_DIM}
+    if config.get("image_dim"):
+        config["image_dim"] = IMAGE_DIM
+    return config
+
+
+def _make_batch(row: Any, recipe: Any, config: dict[str, Any], grids: list[list[int]]) -> Any:
+    import torch
+
+    from wands.conditions.published import published_conditions
+    from wands.data.collate import PackingCollator
+    from wands.variants import DiTShape
+
+    shape = DiTShape.from_config(config)
+    collate = PackingCollator(
+        shape=shape,
+        flow=recipe.flow,
+        seed=0,
+        null_text_embeds=torch.zeros(1, TEXT_DIM),
+        conditions=published_conditions(shape, row.conditions),
+        has_dropout=recipe.uses_dropout,
+    )
+    return collate(make_samples(shape, row.conditions, grids), [0] * len(grids), 0)
+
+
+def _move_with_swapping(model: Any, recipe: Any) -> None:
+    """Move a model to the GPU, its blocks only if they are not swapped."""
+    import torch
+
+    from wands.model import swapping
+    from wands.model.swapping import BlockSwapper
+
+    if recipe.model.swap_blocks:
+        model.blocks.to_empty(device="cpu")
+        swapping.new_page = lambda device, size: torch.empty(size, dtype=torch.uint8).pin_memory()
+        model.swapper = BlockSwapper(list(model.blocks), torch.device("cuda"))
+    move(model)
+    if swapper := model.swapper:  # `move` makes new parameters, and torch's `to` keeps them
+        swapper._weights = [
+            [weight for weight in block.parameters() if not weight.requires_grad] for block in model.blocks
+        ]
+
+
+def _set_attention(model: Any, recipe: Any, groups: Any) -> set[str]:
+    """Let a model use a kernel that is watched. Return the set of what the kernel will be given."""
+    from wands.attention.kernels.registry import BACKENDS
+    from wands.attention.ulysses import context_attention
+
+    given: set[str] = set()
+    kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
+    backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
+    model.set_attention(context_attention(backend, **groups), backend)
+    return given
+
+
+def _set_checkpointing(model: Any, recipe: Any) -> None:
+    import torch
+
+    from wands.attention.ulysses import OPERATORS
+    from wands.model.offload import ActivationOffloader
+
+    store = ActivationOffloader(torch.device("cuda"))  # with pages in place of pinned memory
+    store._new_page = lambda: torch.empty(store.page_bytes, dtype=torch.uint8, device="cuda")
+    kept = recipe.model.kept_on_device, recipe.model.kept_on_host
+    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)
+
+
+def _gradients(model: Any, result: Any) -> dict[str, Any]:
+    """Devices and dtypes of the gradients of a step."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    tensors = [result.loss, result.errors, *grads.values()]
+    return {
+        "without gradient": [name for name, grad in grads.items() if grad is None],
+        "gradients": len(grads),
+        "devices": sorted({one.device.type for one in tensors if one is not None}),
+        "dtypes": sorted({str(grad.dtype) for grad in grads.values()}),
+    }
+
+
 def run_step(
     variant: str,
     settings: list[str],
@@ -144,50 +227,25 @@ def run_step(
     """
     import torch
 
-    from wands.attention.kernels.registry import BACKENDS
     from wands.attention.layout import ContextLayout
-    from wands.attention.ulysses import OPERATORS, context_attention
-    from wands.conditions.published import published_conditions
     from wands.config.recipe_loading import load_recipe
-    from wands.data.collate import PackingCollator
     from wands.distributed.dims import ParallelDims, ProcessGroups
-    from wands.model import swapping
     from wands.model.files.loading import build_empty
     from wands.model.lora import add_lora
-    from wands.model.offload import ActivationOffloader
-    from wands.model.swapping import BlockSwapper
-    from wands.objectives.flow_matching import FlowMatching
     from wands.train.step import train_step
-    from wands.variants import VARIANTS, DiTShape, Expert
-
-    class Mistaken(FlowMatching):
-        def token_errors(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            errors = super().token_errors(prediction, target)
-            return errors if mistake is None else MISTAKES[mistake](errors)
+    from wands.variants import VARIANTS, Expert
 
     row = VARIANTS[variant]
     recipe = load_recipe(None, settings)
-    config = {key: value for key, value in row.dit.to_config().items() if key[0] != "_"}
-    config |= {"num_layers": 2, "text_dim": TEXT_DIM}
-    if config.get("image_dim"):
-        config["image_dim"] = IMAGE_DIM
-    shape = DiTShape.from_config(config)
-    collate = PackingCollator(
-        shape=shape,
-        flow=recipe.flow,
-        seed=0,
-        null_text_embeds=torch.zeros(1, TEXT_DIM),
-        conditions=published_conditions(shape, row.conditions),
-        has_dropout=recipe.uses_dropout,
-    )
-    batch = collate(make_samples(shape, row.conditions, grids), [0] * len(grids), 0)
+    config = _two_layers(row)
+    batch = _make_batch(row, recipe, config, grids)
     ring_degree, ulysses_degree = cp or (1, 1)
     groups = join_groups(*cp) if cp and ring_degree * ulysses_degree > 1 else {}
     layout = ContextLayout.build(
         batch.seq_lens, ring_degree=ring_degree, ulysses_degree=ulysses_degree, cp_rank=0
     )
     shard = batch.rank_slice(layout)
-    objective = Mistaken()
+    objective = objective_with(mistake)
     objective.setup(recipe, row)
     prepared = objective.prepare(shard, Expert(name="", subfolder="transformer", sigma_range=(0.0, 1.0)))
 
@@ -195,26 +253,11 @@ def run_step(
     if recipe.lora:
         add_lora(model, recipe.lora, 0, None)
     with fake_cuda() as gpu:
-        if recipe.model.swap_blocks:
-            model.blocks.to_empty(device="cpu")
-            swapping.new_page = lambda device, size: torch.empty(size, dtype=torch.uint8).pin_memory()
-            model.swapper = BlockSwapper(list(model.blocks), torch.device("cuda"))
-        move(model)
-        if swapper := model.swapper:  # `move` makes new parameters, and torch's `to` keeps them
-            swapper._weights = [
-                [weight for weight in block.parameters() if not weight.requires_grad]
-                for block in model.blocks
-            ]
-        given: set[str] = set()
-        kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
-        backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
-        model.set_attention(context_attention(backend, **groups), backend)
+        _move_with_swapping(model, recipe)
+        given = _set_attention(model, recipe, groups)
         if recipe.uses_dropout:
             model.set_dropout(recipe.model.dropout, 0.0)
-        store = ActivationOffloader(torch.device("cuda"))  # with pages in place of pinned memory
-        store._new_page = lambda: torch.empty(store.page_bytes, dtype=torch.uint8, device="cuda")
-        kept = recipe.model.kept_on_device, recipe.model.kept_on_host
-        model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)
+        _set_checkpointing(model, recipe)
         engine = Engine(model.train(), recipe.precision.compute)
         with look_inside(torch.ops.wands) if cp else nullcontext():
             result = train_step(
@@ -227,34 +270,13 @@ def run_step(
             )
         gpu.reads = 0
         losses = [result.grad_norm, *result.samples]
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    tensors = [result.loss, result.errors, *grads.values()]
     return {
-        "without gradient": [name for name, grad in grads.items() if grad is None],
-        "gradients": len(grads),
-        "devices": sorted({one.device.type for one in tensors if one is not None}),
-        "dtypes": sorted({str(grad.dtype) for grad in grads.values()}),
+        **_gradients(model, result),
         "given to attention": sorted(given),
         "steps": engine.steps,
         "losses": len(losses),
         "reads": gpu.reads,
     }
-
-
-MISTAKES: dict[str, Any] = {
-    "a tensor of the host": lambda errors: errors + on_host(errors),
-    "a number asked for": lambda errors: errors * errors.sum().item(),
-    "a choice by value": lambda errors: errors[errors > 0],
-    "a copy to the host": lambda errors: errors + errors.cpu().sum(),
-    "a copy that waits": lambda errors: errors + on_host(errors).to("cuda"),
-    "a pageable copy": lambda errors: errors + on_host(errors).to("cuda", non_blocking=True),
-}
-
-
-def on_host(errors: Any) -> Any:
-    import torch
-
-    return torch.zeros(len(errors))
 
 
 def watched(backend: Any, given: set[str]) -> Any:

@@ -35,6 +35,17 @@ def write_run(
         [f"output_dir={folder}", f"train.max_steps={steps + steps // 4}", "data.cache=cache", *overrides],
     )
     (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    _write_events(folder, steps, names.get("reason", "a disk is full"))
+    _write_metrics(folder, steps, rng)
+    _write_evaluations(folder, steps, every)
+    if media:
+        write_rows(
+            folder / "samples" / "samples.jsonl", _samples(folder, range(0, steps + 1, 2 * every), steps)
+        )
+    return folder
+
+
+def _write_events(folder: Path, steps: int, reason: str) -> None:
     data = {"num_samples": 1280, "num_tokens": 41_932_800}
     start = {"wands_version": "1.0", "world_size": 8, "num_nodes": 1, "checkpoint": None, "device": "cuda",
              "variant": "wan2.1-t2v-1.3b", "total_steps": steps + steps // 4, "data": data}  # fmt: skip
@@ -44,12 +55,16 @@ def write_run(
     events = [
         {"step": 0, "event": "start", "time": 1.7e9, **start},
         {"step": steps // 4, "event": "save", "time": 1.7e9 + 900, "checkpoint": "step_00000100"},
-        {"step": int(0.3 * steps), "event": "error", "time": 1.7e9 + 1000, "reason": names.get("reason", "a disk is full")},
+        {"step": int(0.3 * steps), "event": "error", "time": 1.7e9 + 1000, "reason": reason},
         {"step": steps // 4, "event": "restart", "time": 1.7e9 + 1100, **start, "number": 1, "last_step": int(0.3 * steps)},
         {"step": blowup, "event": "bad update", "time": 1.7e9 + 2400, "expert": "", "skipped": True, "loss": 4.2,
          "grad_norm": 31.0, "clips": clips},
     ]  # fmt: skip
     write_rows(folder / "events.jsonl", events)
+
+
+def _write_metrics(folder: Path, steps: int, rng: np.random.Generator) -> None:
+    blowup = int(0.6 * steps)
     blocks = [f"blocks.{i}" for i in range(30)]
     rows = []
     for step in range(1, steps + 1):
@@ -77,6 +92,9 @@ def write_run(
             }
         rows.append(row)
     write_rows(folder / "metrics.jsonl", rows)
+
+
+def _write_evaluations(folder: Path, steps: int, every: int) -> None:
     evaluations: list[dict[str, Any]] = []
     for step in range(0, steps + 1, every):
         for weights in ("raw", "ema"):
@@ -93,11 +111,6 @@ def write_run(
                 "gap": 0.01 + held - train, "change": change, "train_change": train_change, "by": {"sigma": by},
                 "seconds": 11.0, "losses": []})  # fmt: skip
     write_rows(folder / "evaluations.jsonl", evaluations)
-    if media:
-        write_rows(
-            folder / "samples" / "samples.jsonl", _samples(folder, range(0, steps + 1, 2 * every), steps)
-        )
-    return folder
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -113,19 +126,23 @@ def _samples(folder: Path, steps: range, last: int) -> list[dict[str, Any]]:
                 name = f"samples/step_{step:08d}/{number:03d}_{weights}"
                 frames = [_frame(step / last, number, t) for t in range(9)]
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                with av.open(str(folder / f"{name}.mp4"), "w") as out:
-                    stream = out.add_stream("libx264", rate=8)
-                    stream.width = 208
-                    stream.height = 120
-                    stream.pix_fmt = "yuv420p"
-                    for frame in frames:
-                        out.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
-                    out.mux(stream.encode())
+                _write_video(folder / f"{name}.mp4", frames)
                 Image.fromarray(frames[0]).save(folder / f"{name}.webp")
                 rows.append({"step": step, "weights": weights, "number": number, "prompt": prompt, "seed": number,
                     "video": f"{name}.mp4", "thumbnail": f"{name}.webp", "width": 208, "height": 120, "num_frames": 9,
                     "num_inference_steps": 20, "guidance_scale": 5.0, "seconds": 8.5})  # fmt: skip
     return rows
+
+
+def _write_video(path: Path, frames: list[np.ndarray]) -> None:
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=8)
+        stream.width = 208
+        stream.height = 120
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+        out.mux(stream.encode())
 
 
 def _frame(learned: float, number: int, t: int) -> np.ndarray:

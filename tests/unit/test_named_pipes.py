@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.verify import verify_cache
-from tests.unit.data.test_cache import make_sample, write
+from tests.support.cache_samples import make_sample, write
 from wands.data.cache.reader import LatentCache
 from wands.data.cache.shards import open_hdf5
 from wands.data.cache.write_ahead_log import WriteAheadLog

@@ -18,8 +18,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.distributed.commands.test_infer import records
 from tests.support.commands import export
+from tests.support.infer_runs import records
 from tests.support.runs import run_training
 from tests.support.sampling import infer, source_of
 from wands.distributed.dims import ParallelDims

@@ -16,8 +16,9 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.distributed.commands.test_infer import records, unusual_pipeline
+from tests.distributed.commands.test_infer_ranks import unusual_pipeline
 from tests.distributed.commands.test_infer_variants import SAMPLED, asked_of
+from tests.support.infer_runs import records
 from tests.support.sampling import infer, options_of
 from wands.attention.kernels.registry import get_backend
 from wands.commands import infer as infer_module

@@ -14,8 +14,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline
-from PIL import Image
 from torch import Tensor
 
 from data_tools.export import export_cache
@@ -24,10 +22,12 @@ from data_tools.inspect import describe_cache
 from data_tools.merge import merge
 from data_tools.split import split_cache
 from data_tools.verify import verify_cache
-from tests.launch.test_preprocess import SMALL, differs
+from tests.launch.test_preprocess import differs
 from tests.launch.test_preprocess_deadly import leave_suspects
-from tests.support.commands import check, preprocess
+from tests.support.commands import check
+from tests.support.preprocessed import SMALL
 from tests.support.runs import make_run, run_training
+from tests.support.variant_caches import BOUNDS, CAPTIONS, CLIP, read_variant, run, source, stock_input
 from tests.unit.preprocess.test_preprocess_again import forbid_video
 from wands.conditions import published
 from wands.conditions.published import arrays_of, conditions_of
@@ -40,19 +40,18 @@ from wands.data.collate import PackedBatch, PackingCollator, Sample
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import CacheError, ConfigError
+from wands.errors import CacheError
 from wands.patches import patchify
 from wands.preprocess import encoding
 from wands.preprocess.preprocess_report import PreprocessReport
-from wands.variants import MASK_CHANNELS, VARIANTS, Variant, variant_of
+from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
-CLIP = "wan2.1-i2v-14b"
+__all__ = ["source"]  # fixtures
+
+
 NAMES = ["wan2.1-i2v-14b", "wan2.1-flf2v-14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b"]
 DEFAULT_TIER = ("wan2.1-flf2v-14b", "wan2.2-ti2v-5b")
 IN_TIERS = [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in NAMES]
-BOUNDS = (64 * 96, 48 * 64)
-CAPTIONS = ["A man in a dark suit sits in a moving car.", "A man talks."]
-OPTIONS = SMALL | {"max_pixels": BOUNDS}
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,6 @@ class Made:
         return read_variant(self.model)
 
 
-def read_variant(model: Path) -> Variant:
-    dit = model / "transformer" / "config.json"
-    index = model / "model_index.json"
-    return variant_of(json.loads(dit.read_text()), json.loads(index.read_text()))
-
-
-def run(source: Path, out: Path, model: Path, **changes: Any) -> PreprocessReport:
-    report = preprocess(str(source), out, model, **(OPTIONS | changes))
-    assert report is not None
-    return report
-
-
 def arrays(path: Path) -> dict[str, tuple[Any, ...]]:
     """All that a cache holds, bit by bit."""
     cache = LatentCache(path, verify=True)
@@ -90,19 +77,6 @@ def arrays(path: Path) -> dict[str, tuple[Any, ...]]:
         bits = [to_bits(sample.arrays[spec.name]).tobytes() for spec in cache.arrays if not spec.optional]
         found[key] = (*bits, cache.meta(i))
     return found
-
-
-@pytest.fixture(scope="module")
-def source(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clip with two captions, and a picture."""
-    folder = tmp_path_factory.mktemp("source")
-    shutil.copy(clips_dir / "carphone_pristine.mp4", folder / "man.mp4")
-    Image.fromarray(next(decode_clip(folder / "man.mp4", ClipSpec(fps=16, max_frames=1))).frames[0]).save(
-        folder / "still.png"
-    )
-    captions = {"man.mp4": CAPTIONS, "still.png": "A man in a car."}
-    (folder / "captions.json").write_text(json.dumps(captions))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -119,59 +93,6 @@ def made(
         return Made(model, source, out, run(source, out, model))
 
     return make
-
-
-# ---- the golden one
-
-
-@dataclass(frozen=True)
-class StockInput:
-    """What the stock pipeline gives its DiT in the first step: [C, f, h, w], timestep, CLIP's states [I, E]."""
-
-    hidden_states: Tensor
-    timestep: Tensor
-    image_embeds: Tensor | None
-
-
-class _Caught(Exception):
-    """The model was called."""
-
-
-def stock_input(model: Path, frames: np.ndarray, noise: Tensor) -> StockInput:
-    """Call the pipeline as a user does, with the first and last frame as pictures, and stop it at its DiT."""
-    variant = read_variant(model)
-    (height, width) = frames.shape[1:3]
-    pipeline = DiffusionPipeline.from_pretrained(model)
-    if (
-        "first_frame" in variant.conditions
-    ):  # diffusers publishes the model as a T2V pipeline; this is its I2V one
-        parts = pipeline.components | {"image_encoder": None, "image_processor": None}
-        pipeline = WanImageToVideoPipeline(**parts, expand_timesteps=True)
-    pipeline.set_progress_bar_config(disable=True)
-    caught: dict[str, Any] = {}
-
-    def catch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.update(kwargs)
-        raise _Caught
-
-    pipeline.transformer.register_forward_pre_hook(catch, with_kwargs=True)
-    last = {"last_image": Image.fromarray(frames[-1])} if "last_image" in variant.conditions else {}
-    with pytest.raises(_Caught):
-        pipeline(
-            image=Image.fromarray(frames[0]),
-            **last,
-            prompt="",
-            latents=noise[None],
-            height=height,
-            width=width,
-            num_frames=len(frames),
-            num_inference_steps=2,
-            guidance_scale=1.0,
-        )
-    embeds = caught["encoder_hidden_states_image"]
-    return StockInput(
-        caught["hidden_states"][0], caught["timestep"], None if embeds is None else embeds.flatten(0, 1)
-    )
 
 
 def training_input(made: Made, key: str) -> tuple[Sample, PackedBatch]:
@@ -387,48 +308,6 @@ def test_a_subprocess_makes_the_same(
     assert arrays(tmp_path / "cache") == arrays(done.cache)
 
 
-@pytest.mark.parametrize("max_frames", [1, 4])
-def test_options_that_make_stills_are_refused(
-    max_frames: int, source: Path, tiny_variant: Callable[[str], Path], tmp_path: Path
-) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"--max-frames={max_frames} gives samples of one frame, but .* use 5 or more"
-    ):
-        run(source, tmp_path / "cache", tiny_variant(CLIP), max_frames=max_frames)
-
-
-@pytest.mark.parametrize(
-    ("part", "changes", "message"),
-    [
-        ("image_encoder", {"hidden_size": 64}, "image encoder's hidden_size=64 must equal image_dim=32"),
-        (
-            "image_encoder",
-            {"patch_size": 32},
-            "image encoder that gives 50 tokens, but a transformer that takes 257",
-        ),
-        (
-            "vae",
-            {"scale_factor_spatial": 16},
-            r"VAE's scale factors=\(4, 16, 16\) must equal stride=\(4, 8, 8\)",
-        ),
-        ("vae", {"z_dim": 48}, "VAE's z_dim=48 must equal out_channels=16"),
-    ],
-)
-def test_parts_of_another_model_are_refused(
-    part: str,
-    changes: dict[str, int],
-    message: str,
-    source: Path,
-    tiny_variant: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    model = shutil.copytree(tiny_variant(CLIP), tmp_path / "model")
-    config = model / part / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    with pytest.raises(ConfigError, match=message):
-        run(source, tmp_path / "cache", model)
-
-
 # ---- the cache
 
 
@@ -481,20 +360,6 @@ def test_a_cache_serves_models_that_need_no_more(
             with_states,
         )
         assert torch.equal(sample.latents, whole.latents)
-
-
-def test_a_cache_of_text_alone_is_refused(
-    source: Path, tiny_variant: Callable[[str], Path], tmp_path: Path
-) -> None:
-    text = tiny_variant("wan2.1-t2v-1.3b")
-    run(source, tmp_path / "cache", text, max_pixels=BOUNDS[1])
-    variant = read_variant(tiny_variant(CLIP))
-    with pytest.raises(
-        CacheError, match=r"conditions=\[text, mask\].*clip.*encode again with wands preprocess"
-    ):
-        LatentCache(tmp_path / "cache").check_fits(variant, {})
-    with pytest.raises(CacheError, match=r"was begun with.*another --out"):
-        run(source, tmp_path / "cache", tiny_variant(CLIP), max_pixels=BOUNDS[1])
 
 
 @pytest.mark.parametrize("part", ["image_encoder", "image_processor"])

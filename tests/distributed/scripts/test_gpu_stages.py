@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_peers
+import gpu_blocks
+import gpu_clock
 import gpu_stages
+import gpu_steps
 import pytest
 from bench_peers import KINDS
 from bench_record import Results
@@ -22,7 +26,7 @@ def rehearse(
     out: Path,
     overrides: Sequence[str] = (),
     kinds: Sequence[str] = KINDS,
-    runs: Sequence[str] = tuple(gpu_stages.STEP_RUNS),
+    runs: Sequence[str] = tuple(gpu_steps.STEP_RUNS),
 ) -> dict[str, Any]:
     """Run stages in this process, with commands of wands in the same process. Return the parts of each stage."""
     from click.testing import CliRunner
@@ -33,10 +37,10 @@ def rehearse(
         done = CliRunner().invoke(main, arguments)
         assert done.exit_code == 0, done.output
 
-    gpu_stages.run_wands = run_wands
-    gpu_stages.bench_peers.KINDS = kinds
-    gpu_stages.STEP_RUNS = {name: gpu_stages.STEP_RUNS[name] for name in runs}
-    gpu_stages.time_calls = lambda work, device, rounds=5: (work(), (2.0, 1.0))[1]
+    gpu_steps.run_wands = run_wands
+    bench_peers.KINDS = kinds
+    gpu_steps.STEP_RUNS = {name: gpu_steps.STEP_RUNS[name] for name in runs}
+    gpu_clock.time_calls = lambda work, device, rounds=5: (work(), (2.0, 1.0))[1]
     parts = {}
     for stage in stages:
         sys.argv = ["gpu_stages.py", stage, "--device", "cpu", "--out", str(out)]
@@ -114,7 +118,7 @@ def test_a_part_that_does_not_exist_is_one_sentence(
     options = ["step", "--device", "cpu", "--out", str(tmp_path), "--part", "9 clips"]
     monkeypatch.setattr(sys, "argv", ["gpu_stages.py", *options])
     assert gpu_stages.main() == 2
-    names = "; ".join(f"{name}, 3 clips" for name in gpu_stages.STEP_RUNS)
+    names = "; ".join(f"{name}, 3 clips" for name in gpu_steps.STEP_RUNS)
     sentence = f"--part 9 clips: no part of step has this text in its name; use one of: {names}\n"
     assert capsys.readouterr().out.endswith(sentence)
 
@@ -122,11 +126,11 @@ def test_a_part_that_does_not_exist_is_one_sentence(
 def test_overrides_reach_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same block with other recipe settings does other work."""
     args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])
-    monkeypatch.setattr(gpu_stages, "time_calls", lambda work, device, rounds=5: (work(), (2.0, 1.0))[1])
+    monkeypatch.setattr(gpu_clock, "time_calls", lambda work, device, rounds=5: (work(), (2.0, 1.0))[1])
     counts = {}
     for mode in ("none", "full"):
         args.overrides = [f"model.checkpointing={mode}"]
-        counts[mode] = gpu_stages.block(args, "wan2.1-t2v-1.3b", ((2, 8, 8),))[0]
+        counts[mode] = gpu_blocks.block(args, "wan2.1-t2v-1.3b", ((2, 8, 8),))[0]
     assert counts["none"]["operators"] < counts["full"]["operators"]
     assert counts["none"]["GB"] < counts["full"]["GB"]
 
@@ -164,10 +168,10 @@ def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypat
         (out / "metrics.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
         raise RuntimeError("the profiler failed")
 
-    monkeypatch.setattr(gpu_stages, "run_wands", run_wands)
+    monkeypatch.setattr(gpu_steps, "run_wands", run_wands)
     args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])
     results = Results(tmp_path, "step", "cpu")
-    gpu_stages.step_stage(args, results)
+    gpu_steps.step_stage(args, results)
     row = json.loads((tmp_path / "step.json").read_text())["parts"]["wan2.1-t2v-1.3b, 3 clips"]["rows"][0]
     assert (row["s"], row["profile"]) == (2.0, "failed")
     assert results.failed
@@ -177,7 +181,7 @@ def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypat
 def test_every_step_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     """Full finetune and LoRA, in bf16, in fp8 and with swapped blocks. On a CPU the models have two blocks."""
     (found,) = new_world(1, rehearse, ("step",), tmp_path)
-    assert len(found["step"]) == len(gpu_stages.STEP_RUNS) == 5
+    assert len(found["step"]) == len(gpu_steps.STEP_RUNS) == 5
     for name in found["step"]:
         assert rows_of(found["step"], name)[0]["s"] > 0
 

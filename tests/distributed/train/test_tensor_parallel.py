@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.distributed.train.test_context import CLIPS, check_step, run_series
+from tests.distributed.train.test_context import CLIPS, check_step
+from tests.distributed.train.test_context_series import run_series
 from tests.distributed.train.test_variants import VARIANTS
 from tests.support.commands import export
 from tests.support.runs import Spy, make_run, run_training

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.clip_files import write_clip
 from tests.support.commands import check, preprocess
-from tests.unit.data.clips.test_video import write_clip
 from tests.unit.data_tools.test_shots import FIXTURE
 from wands.commands.check.clip_warnings import FrameWarnings
 from wands.data.cache.shards import IndexEntry

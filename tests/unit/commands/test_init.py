@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
+from tests.support.clip_files import write_clip
 from tests.support.corpus import PLAIN, real_frames
-from tests.unit.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands.init import init as module
 from wands.config.deepspeed import build_ds_config, load_ds_config

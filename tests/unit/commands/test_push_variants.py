@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.support.fake_hub import FakeHub
-from tests.unit.commands.test_push import NAME, RECORD, TOKEN, _quiet_machine, read_card, send, write_record
+from tests.support.pushed import NAME, RECORD, TOKEN, _quiet_machine, read_card, send, write_record
 from wands import __version__
 from wands.commands.push import _check_contents
 from wands.export.model_card import FolderContents, LoraFile, build_card

@@ -15,8 +15,8 @@ from data_tools.merge import merge
 from data_tools.verify import verify_cache
 from tests.plugin.control import Control
 from tests.plugin.facts import Facts
+from tests.support.cache_samples import NULL, make_sample, meta_of
 from tests.support.samples import narrow_text, with_arrays
-from tests.unit.data.test_cache import NULL, make_sample, meta_of
 from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import conditions_of

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from data_tools.footage import analysis, measures
-from tests.unit.data.clips.test_video import write_clip
+from tests.support.clip_files import write_clip
 from wands.cli import main
 from wands.commands.check.check import check
 from wands.commands.check.check_report import render_check_page

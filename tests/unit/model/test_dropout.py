@@ -108,6 +108,14 @@ def _stock_with_masks(stock: nn.Module, pack: Pack) -> torch.Tensor:
     return torch.cat(outputs)
 
 
+@torch.no_grad()
+def _draw_lora_b(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+
+
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
@@ -122,11 +130,7 @@ def test_the_stock_model_with_the_masks_of_each_sample(kind: str, lora: bool):
         section = LoraConfig(rank=3, targets="all-linear")
         for model in (stock, packed):
             add_lora(model, section, seed=0)
-            generator = torch.Generator().manual_seed(1)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    with torch.no_grad():
-                        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+            _draw_lora_b(model)
             model.double()
     counts = [2 if clean else 1 for clean in pack.num_cond_tokens or (0,) * 5]
     owners = tuple(i for i, count in enumerate(counts) for _ in range(count))

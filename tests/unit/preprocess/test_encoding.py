@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launch.test_preprocess import SMALL, contents
 from tests.launch.test_preprocess_workers import wait_for
 from tests.support.commands import preprocess
+from tests.support.preprocessed import SMALL, contents
 from wands.data.cache.reader import LatentCache
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.encoders.vae import WanVideoEncoder

@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
+from tests.launch.test_preprocess import Counter
 from tests.support.commands import check, preprocess, record_decoded
+from tests.support.preprocessed import CAPTIONS, SMALL, contents
 from tests.support.samples import narrow_text
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.captions import add_trigger

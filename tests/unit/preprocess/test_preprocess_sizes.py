@@ -13,9 +13,10 @@ import h5py
 import pytest
 import torch
 
-from tests.launch.test_preprocess import SMALL, Counter, contents
+from tests.launch.test_preprocess import Counter
 from tests.launch.test_preprocess_workers import noise
 from tests.support.commands import check, preprocess, record_decoded
+from tests.support.preprocessed import SMALL, contents
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.clips.video import decode_clip

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,6 +20,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from tests.support import deadly
+from tests.support.report_page import Page
 from tests.support.run_folder import PROMPTS, write_rows, write_run
 from tests.support.samples import narrow_text
 from tests.support.secret_texts import ORDINARY_TEXTS, SECRET_TEXTS
@@ -129,21 +129,6 @@ def test_a_long_run_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
     assert raw[3333] == 9
     assert max(map(len, (raw, smooth))) <= module.MAX_POINTS
     assert {1, steps} <= raw.keys() & smooth.keys()
-
-
-class Page(HTMLParser):
-    """Tags, and the values of attributes that name a file."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attributes if name in ("src", "href", "poster")]
-        assert not any(name.startswith("on") for name, _ in attributes)
 
 
 def test_texts_are_escaped(run: Path, tmp_path: Path) -> None:

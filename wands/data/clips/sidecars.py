@@ -314,31 +314,9 @@ def scan_tar(
         with TarReader(archive) as reader:
             for sample, members in reader.samples.items():
                 key = f"{base}/{sample}"
-                files = {
-                    kind.column: [members.pop(end[1:]) for end in kind.endings if end[1:] in members]
-                    for kind in source.files
-                }
                 try:
-                    (extension, video), *others = _clips_of_sample(members)
-                    reason = f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
-                    yield from (reject(f"{place}:{other.name}", place, reason) for _, other in others)
-                    written = video.name.removeprefix("./")
-                    row: dict[str, Any] = {}
-                    listed = name_in_captions(written, captions or {}, ())
-                    if captions and used is not None and listed is not None:
-                        used.add(listed)
-                        texts = source.check_captions(captions[listed], CAPTIONS_OF_FOLDER)
-                    else:
-                        texts, row = _captions_of_sample(reader, sample, extension, source)
-                    path = reader.unpack(video, clips_dir(source))
-                    name = f"{key}.{extension}"
-                    # Files of an archive are in the archive: a path in the .json file could lead to any file.
-                    unpacked = {
-                        column: next((reader.unpack(member, path.parent) for member in members_of), None)
-                        for column, members_of in files.items()
-                    }
-                    yield from records_of_clip(
-                        name, path, texts, f"{place}:{written}", row | unpacked, kinds=source.files
+                    yield from _records_of_sample(
+                        reader, sample, members, key=key, place=place, source=source, captions=captions, used=used
                     )
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
@@ -346,6 +324,43 @@ def scan_tar(
                 yield reject(f"{place}:{member}".rstrip(":"), place, reason)
     except DataError as error:
         yield reject(place, archive, error)
+
+
+def _records_of_sample(
+    reader: TarReader,
+    sample: str,
+    members: dict[str, TarInfo],
+    *,
+    key: str,
+    place: str,
+    source: Source,
+    captions: dict[str, Any] | None,
+    used: set[str] | None,
+) -> Iterator[ClipRecord | Rejection]:
+    files = {
+        kind.column: [members.pop(end[1:]) for end in kind.endings if end[1:] in members] for kind in source.files
+    }
+    (extension, video), *others = _clips_of_sample(members)
+    for _, other in others:
+        reason = f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
+        yield reject(f"{place}:{other.name}", place, reason)
+    written = video.name.removeprefix("./")
+    row: dict[str, Any] = {}
+    listed = name_in_captions(written, captions or {}, ())
+    if captions and used is not None and listed is not None:
+        used.add(listed)
+        texts = source.check_captions(captions[listed], CAPTIONS_OF_FOLDER)
+    else:
+        texts, row = _captions_of_sample(reader, sample, extension, source)
+    path = reader.unpack(video, clips_dir(source))
+    # Files of an archive are in the archive: a path in the .json file could lead to any file.
+    unpacked = {
+        column: next((reader.unpack(member, path.parent) for member in members_of), None)
+        for column, members_of in files.items()
+    }
+    yield from records_of_clip(
+        f"{key}.{extension}", path, texts, f"{place}:{written}", row | unpacked, kinds=source.files
+    )
 
 
 def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:

@@ -247,6 +247,13 @@ def _render_window(
     return images, filled
 
 
+def _too_short(reader: VideoReader, start: float, end: float) -> DataError:
+    return reader.error(
+        f"is too short: no frame between {start:.3f} s and {end:.3f} s (duration {reader.info.duration:.3f} s)",
+        "correct start and end in the row, or remove the row",
+    )
+
+
 def _truncated(reader: VideoReader, start: float, end: float) -> DataError:
     return reader.error(
         f"is truncated: the header says {reader.info.duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
@@ -299,10 +306,7 @@ def decode_clip(
         finish = min(end or duration, duration)
         windows = partial(plan_windows, spec, begin, finish)
         if next(windows(), None) is None:
-            raise reader.error(
-                f"is too short: no frame between {begin:.3f} s and {finish:.3f} s (duration {duration:.3f} s)",
-                "correct start and end in the row, or remove the row",
-            )
+            raise _too_short(reader, begin, finish)
         cropper = _Cropper(reader, crop) if crop else None
         info = cropper.info if cropper else reader.info
         sizes, size_error = plan_sizes(spec, *info.display_size)

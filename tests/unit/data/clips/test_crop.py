@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.unit.data.clips.test_video import ORIENTATIONS, quadrants, with_matrix, write_clip
+from tests.support.clip_files import quadrants, write_clip
+from tests.unit.data.clips.test_video_orientation import ORIENTATIONS, with_matrix
 from wands.commands.check.check import check
 from wands.config.options import CheckOptions
 from wands.data.clips.clip import ClipSpec

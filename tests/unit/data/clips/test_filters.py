@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from tests.unit.data.clips.test_listings import clip
+from tests.support.listing_folders import clip
 from wands.config.options import CheckOptions
 from wands.data.clips.filters import MAX_LENGTH, Filter
 from wands.errors import ConfigError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.unit.data.clips.test_listings import tar
+from tests.support.listing_folders import tar
 from wands.conditions.clip_files import MASK_FILE, FoundFile
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.data.clips.test_listings import clip, image, load, write
+from tests.support.listing_folders import clip, image, load, write
 from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
 from wands.data.clips.layouts import load_source
 from wands.errors import DataError

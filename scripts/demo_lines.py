@@ -1,0 +1,57 @@
+"""Lines of the closing report of demo.sh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def print_losses(losses: Mapping[str, Sequence[float]]) -> bool:
+    """Print how far each training loss has fallen.
+
+    Args:
+        losses: value of each loss in each step.
+
+    Returns:
+        True if each loss has fallen by more than 30 %.
+    """
+    fallen = True
+    edge = max(len(next(iter(losses.values()))) // 10, 1)
+    for name, values in losses.items():
+        first = np.mean(values[:edge])
+        last = np.mean(values[-edge:])
+        what = "loss" if len(losses) == 1 else name.replace("noise expert", "noise")
+        print(
+            f"  {what:<13} {first:.4f} -> {last:.4f} (means of the first and last {edge} of {len(values)} steps)"
+        )
+        fallen = fallen and bool(last < 0.7 * first)
+    return fallen
+
+
+def print_evaluations(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the first and the last evaluation with a held-out loss, if there is one."""
+    evaluations = [row for row in rows if row["held_out"] is not None]
+    if evaluations:
+        first = evaluations[0]
+        last = evaluations[-1]
+        trained, other = (f"{first[side]:.3f} -> {last[side]:.3f}" for side in ("train", "held_out"))
+        print(f"  evaluation    trained clips {trained}, other parts of the same films {other}")
+
+
+def print_places(out: Path, lora: bool) -> None:
+    """Print where the results of the demo are, and the next commands."""
+    for what, where in (
+        ("page", "run/report.html"), ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"),
+        ("samples", "samples/*.mp4"),
+        ("LoRA" if lora else "pipeline", "exported"),
+        ("checkpoints", "run/checkpoints"), ("tensorboard", "run/tensorboard"), ("latent cache", "cache"), ("clips", "clips"),
+    ):  # fmt: skip
+        if list(out.glob(where)):
+            print(f"  {what:<13} {out / where}")
+    model = f"{out / 'model'} --lora {out / 'exported'}" if lora else out / "exported"
+    print(
+        f'  next          wands infer --model {model} --prompt "..."    wands push {out / "exported"} you/your-model'
+    )
