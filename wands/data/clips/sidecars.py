@@ -316,7 +316,14 @@ def scan_tar(
                 key = f"{base}/{sample}"
                 try:
                     yield from _records_of_sample(
-                        reader, sample, members, key=key, place=place, source=source, captions=captions, used=used
+                        reader,
+                        sample,
+                        members,
+                        key=key,
+                        place=place,
+                        source=source,
+                        captions=captions,
+                        used=used,
                     )
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
@@ -338,11 +345,14 @@ def _records_of_sample(
     used: set[str] | None,
 ) -> Iterator[ClipRecord | Rejection]:
     files = {
-        kind.column: [members.pop(end[1:]) for end in kind.endings if end[1:] in members] for kind in source.files
+        kind.column: [members.pop(end[1:]) for end in kind.endings if end[1:] in members]
+        for kind in source.files
     }
     (extension, video), *others = _clips_of_sample(members)
     for _, other in others:
-        reason = f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
+        reason = (
+            f"{video.name} belongs to the same sample and is used instead; rename this file in the archive"
+        )
         yield reject(f"{place}:{other.name}", place, reason)
     written = video.name.removeprefix("./")
     row: dict[str, Any] = {}

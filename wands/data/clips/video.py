@@ -247,6 +247,13 @@ def _render_window(
     return images, filled
 
 
+def _span(reader: VideoReader, start: float | None, end: float | None) -> tuple[float, float]:
+    duration = reader.info.duration
+    if end is not None and end > duration + reader.tolerance(duration):
+        raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
+    return max(start or 0.0, reader.first.time), min(end or duration, duration)
+
+
 def _too_short(reader: VideoReader, start: float, end: float) -> DataError:
     return reader.error(
         f"is too short: no frame between {start:.3f} s and {end:.3f} s (duration {reader.info.duration:.3f} s)",
@@ -300,10 +307,7 @@ def decode_clip(
     with open_video(path) as reader:
         duration = reader.info.duration
         slack = reader.tolerance(duration)
-        if end is not None and end > duration + slack:
-            raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
-        begin = max(start or 0.0, reader.first.time)
-        finish = min(end or duration, duration)
+        begin, finish = _span(reader, start, end)
         windows = partial(plan_windows, spec, begin, finish)
         if next(windows(), None) is None:
             raise _too_short(reader, begin, finish)
