@@ -142,6 +142,18 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_exported_state(run_dir)
 
 
+def assert_same_bits(
+    straight: list[dict[str, Any]], resumed: list[dict[str, Any]], run_dir: Path, resumed_dir: Path
+) -> None:
+    """A resumed run has the steps, losses, learning rates, gradient norms and weights of one that never stopped."""
+    for name in ("step", "loss", "lr", "grad_norm"):
+        assert [row[name] for row in resumed] == [row[name] for row in straight], name
+    ours = weights(run_dir)
+    theirs = weights(resumed_dir)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 class Hooked(FlowMatching):
     """The default objective, which calls functions of a test: before the first loss of each step, and after each update.
 

@@ -14,6 +14,12 @@ from wands.texts import safe_lines
 __all__ = ["cache"]  # fixtures
 
 
+def sets(model: Path, folder: Path) -> tuple[str, ...]:
+    """Options of a run on mock data in `folder`/run."""
+    settings = (f"model.path={model}", MOCK, f"output_dir={folder / 'run'}")
+    return tuple(word for setting in settings for word in ("--set", setting))
+
+
 def test_unknown_key_wrong_value_and_recipe(tiny_pipeline: Path):
     assert "did you mean train.max_steps?" in refused("train", "--set", "train.max_step=3")
     assert "neither a file nor a shipped recipe" in refused("train", "no-such-recipe")
@@ -57,14 +63,7 @@ def test_an_output_dir_that_cannot_be_made(tiny_pipeline: Path, tmp_path: Path):
 
 
 def test_resume_from_nowhere(tiny_pipeline: Path, tmp_path: Path):
-    common = (
-        "--set",
-        f"model.path={tiny_pipeline}",
-        "--set",
-        MOCK,
-        "--set",
-        f"output_dir={tmp_path / 'run'}",
-    )
+    common = sets(tiny_pipeline, tmp_path)
     assert (
         "--resume tiny does not exist; pass a run folder or a step folder. If tiny is the recipe, write tiny before --resume."
         in refused("train", "--resume", "tiny", *common)
@@ -227,14 +226,7 @@ def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Pat
 
 def test_an_output_dir_with_checkpoints_is_not_overwritten(tiny_pipeline: Path, tmp_path: Path):
     (tmp_path / "run" / "checkpoints" / "step_00000003").mkdir(parents=True)
-    common = (
-        "--set",
-        f"model.path={tiny_pipeline}",
-        "--set",
-        MOCK,
-        "--set",
-        f"output_dir={tmp_path / 'run'}",
-    )
+    common = sets(tiny_pipeline, tmp_path)
     assert "contains checkpoints of an earlier run; add --resume" in refused("train", *common)
     assert "contains no complete checkpoint" in refused("train", *common, "--resume")
 

@@ -27,14 +27,14 @@ _Place = (
 
 
 @dataclass(frozen=True)
-class _Header:
+class _FragmentHeader:
     """Types of the JSON object in a file of fragments, which may have further entries."""
 
     fragments: dict[Text, _Place]
     frozen: dict[Text, _Place] = field(default_factory=dict)
 
 
-_HEADER = TypeAdapter(_Header)
+_HEADER = TypeAdapter(_FragmentHeader)
 
 
 class FragmentFiles:
