@@ -359,3 +359,16 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert "a.mp4 cannot be written (" in done.stdout, done.stderr
     assert "File too large" in done.stdout
     assert os.listdir(tmp_path) == []
+
+
+def test_a_last_window_that_turns_out_to_be_an_image_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As where the header promises a little more than there is: the second window has one frame instead of five."""
+    path = tmp_path / "a.mp4"
+    save_video(path, np.zeros((6, 32, 32, 3), np.uint8), 16)
+    monkeypatch.setattr(
+        "wands.data.clips.video.plan_windows", lambda spec, begin, finish: iter(((0.0, 5), (5 / 16, 5)))
+    )
+    clips = list(decode_clip(path, ClipSpec(fps=16, clip_mode="slide", max_frames=5)))
+    assert [(clip.suffix, len(clip.frames)) for clip in clips] == [("#0000", 5)]
