@@ -28,8 +28,11 @@ done
 if [ -e "$clips" ]; then clips="$(absolute "$clips")"; fi # else the name of a dataset
 case " $variants " in *" $variant "*) ;; *) die "unknown variant $variant; one of $variants" ;; esac
 case "$lora" in *[!0-9]* | 0*) die "--lora $lora is not a rank; use for example 16" ;; esac
+caller="$PWD"
 cd "$(dirname "$0")/.."
-out="${out:-demo_out}"
+if [ -z "$out" ]; then # printed paths must work in the folder of the caller
+  if [ "$caller" -ef . ]; then out=demo_out; else out="$PWD/demo_out"; fi
+fi
 if [ -e "$clips" ] && [ -d "$out" ]; then
   case "$(physical "$clips")/" in
     "$(physical "$out")"/*) die "--clips $clips is inside --out $out, which is replaced; choose another --out" ;;
@@ -38,6 +41,8 @@ fi
 if [ -n "$(ls -A "$out" 2>/dev/null)" ] && [ ! -f "$out/.wands-demo" ]; then
   die "--out $out contains files that no demo wrote; choose another folder"
 fi
+echo "The demo takes about 6 minutes on two CPU cores. The first run also installs the packages: about 2 minutes, 3 GB."
+callers_wands="$(command -v wands || true)" # set-up changes PATH
 source scripts/setup.sh demo
 rm -rf "$out" && mkdir -p "$out" && touch "$out/.wands-demo"
 began=$(date +%s)
@@ -45,7 +50,7 @@ log="$out/log.txt" # messages of launchers and libraries
 
 # Run a command with its stderr in the log; print the end of the log if it fails.
 logged() { "$@" 2>>"$log" || { tail -n 20 "$log" >&2; return 1; }; }
-echo "The demo takes about 6 minutes on two CPU cores. Messages of launchers and libraries go to $log."
+echo "Messages of launchers and libraries go to $log."
 
 if [ -z "$clips" ]; then
   say "1/8 real clips"
@@ -105,4 +110,6 @@ logged wands infer "${model[@]}" --prompts-file "$out/prompts.jsonl" --out "$out
   --steps 30 --guidance 1.0 --dtype fp32 --save-latents
 
 say "8/8 results"
-python scripts/demo_report.py report "$out" --seconds "$(($(date +%s) - began))" ${lora:+--lora}
+command="$(command -v wands)"
+if [ "$command" -ef "$callers_wands" ]; then command=wands; elif [ "$caller" -ef . ]; then command="${command#"$PWD"/}"; fi
+python scripts/demo_report.py report "$out" --seconds "$(($(date +%s) - began))" --wands "$command" ${lora:+--lora}

@@ -7,6 +7,7 @@ import csv
 import json
 import logging
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from demo_lines import print_evaluations, print_losses, print_places
+from demo_lines import next_commands, print_evaluations, print_losses, print_places
 
 if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
@@ -276,13 +277,14 @@ def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
 
 
-def report(out: Path, seconds: int, lora: bool) -> bool:
+def report(out: Path, seconds: int, lora: bool, command: str) -> bool:
     """Print the final report of the demo, and write a contact sheet and a loss plot.
 
     Args:
         out: folder with all results of the demo.
         seconds: duration of the demo.
         lora: whether the demo trained and exported a LoRA.
+        command: name or path of the program `wands`, for the commands to run next.
 
     Returns:
         True if the demo has succeeded. Each generated sample must be most similar to a clip with its caption, and each training
@@ -338,6 +340,9 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         print("                the loss must fall by at least 30 %: train longer with DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
     print_places(out, lora)
+    row = json.loads((out / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    for arguments in next_commands(out, command, row, lora):
+        print(f"  {'next':<13} {shlex.join(arguments)}")
     return bool(nearest.all()) and fallen
 
 
@@ -387,6 +392,7 @@ def main() -> int:
     closing.add_argument("out", type=Path)
     closing.add_argument("--seconds", type=int, required=True)
     closing.add_argument("--lora", action="store_true")
+    closing.add_argument("--wands", default="wands")
     args = parser.parse_args()
     if args.action == "clips":
         write_clips(args.source, args.out, args.held_out)
@@ -412,7 +418,7 @@ def main() -> int:
         print(f"training: {why}", file=sys.stderr)
         print(number)
     else:
-        return 0 if report(args.out, args.seconds, args.lora) else 1
+        return 0 if report(args.out, args.seconds, args.lora, args.wands) else 1
     return 0
 
 

@@ -56,10 +56,13 @@ else
   if [ "$(cat "$VENV/.wands-$extra" 2>/dev/null)" != "$stamp" ] || ! has_this_wands "$VENV/bin/python"; then
     say "set-up: packages into ${VENV#"$ROOT"/} (once)"
     if [ ! -x "$VENV/bin/python" ]; then
+      echo "set-up 1/3: a Python environment"
       "$(find_python)" -m venv "$VENV"
     fi
+    echo "set-up 2/3: PyTorch, the largest download"
     # torch first and alone: whatever is installed later then keeps this build.
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" torch
+    echo "set-up 3/3: wands and the other packages"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$ROOT/scripts/constraints.txt" -e "$ROOT[$extra]"
     echo "$stamp" >"$VENV/.wands-$extra"
   fi

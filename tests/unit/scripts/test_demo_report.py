@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from tests.support.samples import narrow_text
+from wands.cli import main
 from wands.commands.score import correlation
 from wands.data.cache.format import cache_contract
 from wands.data.cache.reader import CacheWriter, LatentCache
@@ -266,8 +267,45 @@ def test_folders_that_would_be_lost_are_refused(tmp_path: Path, args: tuple[str,
 def test_paths_are_the_callers(tmp_path: Path):
     (tmp_path / "my clips").mkdir()
     found = demo(tmp_path, "--clips", "my clips", "--out", "new")
-    assert found.stdout == f"out={tmp_path}/new clips={tmp_path}/my clips\n", found.stderr
+    assert found.stdout.endswith(f"\nout={tmp_path}/new clips={tmp_path}/my clips\n"), found.stderr
 
 
 def test_the_name_of_a_dataset_stays(tmp_path: Path):
-    assert demo(tmp_path, "--clips", "owner/name").stdout == "out=demo_out clips=owner/name\n"
+    stdout = demo(tmp_path, "--clips", "owner/name").stdout
+    assert stdout.endswith(f"\nout={tmp_path}/checkout/demo_out clips=owner/name\n")
+
+
+def test_the_minutes_come_before_the_set_up(tmp_path: Path):
+    first, second = demo(tmp_path).stdout.splitlines()
+    assert "about 6 minutes" in first
+    assert second.startswith("out=")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("variant", ["wan2.1-t2v-1.3b", "wan2.1-i2v-14b", "wan2.1-flf2v-14b"])
+def test_the_next_commands_have_all_that_they_need(variant: str, lora: bool, tmp_path: Path):
+    taken = demo_report.frames_taken(cache_contract(VARIANTS[variant])["conditions"])
+    row = {"prompt": "a man's \"car\"", "height": 96, "width": 128, "num_frames": 9, "seed": 0}
+    row |= {name: f"pictures/000-{name}.png" for name in taken}
+    infer, push = demo_report.next_commands(tmp_path, "wands", row, lora)
+    for program, name, *arguments in (infer, push):
+        assert program == "wands"
+        main.commands[name].make_context(name, arguments)  # raises for a missing or unknown option
+    values = dict(zip(infer[2::2], infer[3::2], strict=True))
+    assert (values["--height"], values["--width"], values["--frames"]) == ("96", "128", "9")
+    assert values["--guidance"] == "1"  # the demo trains without caption dropout
+    assert values["--model"] == str(tmp_path / ("model" if lora else "exported"))
+    assert {name for name in values if "image" in name} == {f"--{name.replace('_', '-')}" for name in taken}
+    for name in taken:
+        assert values[f"--{name.replace('_', '-')}"] == str(tmp_path / row[name])
+
+
+@pytest.mark.parametrize(("held_out", "overfits"), [(1.4, True), (0.5, False)])
+def test_an_overfit_is_called_one(held_out: float, overfits: bool, capsys: pytest.CaptureFixture):
+    rows = [{"train": 1.0, "held_out": 1.1}, {"train": 0.5, "held_out": None}, {"train": 0.4, "held_out": held_out}]
+    demo_report.print_evaluations(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert "trained clips 1.000 -> 0.400, other parts of the same films 1.100 ->" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["overfit,"] * overfits
+    demo_report.print_evaluations(rows[1:2])
+    assert capsys.readouterr().out == ""
