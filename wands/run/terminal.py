@@ -52,7 +52,7 @@ class Terminal:
 
     def heartbeat(self, work: str, seconds: float) -> None:
         """Show the current work and its seconds so far, if nothing was printed for `SILENCE` seconds."""
-        text = f"{work}: {seconds:.0f} s so far"
+        text = f"{work}: {seconds:.0f} s so far" if seconds >= 1 else f"{work} begins"
         if time.monotonic() - self._last > SILENCE and not self.show(text):
             self(text)
 

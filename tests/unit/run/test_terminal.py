@@ -36,6 +36,10 @@ def test_a_sign_of_life(monkeypatch: pytest.MonkeyPatch):
         "saving the checkpoint of step 3: 31 s so far",
         "saving the checkpoint of step 3: 62 s so far",
     ]
+    for _ in range(14):  # silent for 31 s, but the work has just begun
+        now[0] += 1
+        shown.heartbeat("step 4", 0.0)
+    assert lines[-1] == "step 4 begins"
     assert not shown.show("no live line in a pipe")
     shown.close()
 
