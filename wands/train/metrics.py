@@ -111,10 +111,9 @@ class StepLog(Job):
         self._trackers.log(step, curves(row))
         loss = fmean([loss for _, loss in self.history[-NUM_RECENT:]] or [math.nan])
         held_out = f"  held-out {self.held_out:.4f}" if self.held_out is not None else ""
-        left = timedelta(seconds=round(row["eta_seconds"]))
         memory = row["device_peak"] or row["host_peak"]
         speed = f"{row['tokens_per_second']:,.0f} tok/s  {memory / 2**30:.1f} GiB"
-        line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {left} left  {speed}"
+        line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {format_left(row)}  {speed}"
         if isinstance(self._log, Terminal) and self._log.show(line):
             return
         if step % self._log_every == 0 or step == total_steps:
@@ -233,7 +232,7 @@ def step_metrics(
 
 
 def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
-    """Return the metrics of a step as one line of text for the user."""
+    """Return the metrics of a step, with `eta_seconds`, as one line of text for the user."""
     mfu = f" ({row['mfu']:.1%} MFU)" if row["mfu"] is not None else ""
     experts = ""
     if "loss_high" in row and "loss_low" in row:
@@ -243,8 +242,13 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
         f"step {row['step']:>{len(str(total_steps))}}/{total_steps}  loss {row['loss']:.5f}{experts}  lr {row['lr']:.2e}  "
         f"grad {norm}  {row['samples']} clips {row['tokens']} tokens  {row['tokens_per_second']:,.0f} tok/s  "
         f"{row['seconds']:.2f} s (data {row['data_wait']:.2f})  {row['tflops']:.3g} TFLOP/s{mfu}  "
-        f"fill {row['fill']:.0%}  imbalance {row['imbalance']:.2f}"
+        f"fill {row['fill']:.0%}  imbalance {row['imbalance']:.2f}  {format_left(row)}"
     )
+
+
+def format_left(row: Mapping[str, Any]) -> str:
+    """Return the expected time to the end of the run, such as "1:02:30 left"."""
+    return f"{timedelta(seconds=round(row['eta_seconds']))} left"
 
 
 def curves(row: Mapping[str, Any]) -> dict[str, float]:
