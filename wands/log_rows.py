@@ -74,6 +74,7 @@ class _Event(_Row):
     total_steps: Count | None = None
     world_size: Count | None = None
     reason: Text | None = None
+    changed: Text | None = None
     variant: Text | None = None
     device: Text | None = None
     wands_version: Text | None = None

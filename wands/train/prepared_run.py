@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.checkpoint.checkpoint_files import Checkpoint, TrainState
+from wands.checkpoint.resume import list_changes
 from wands.checkpoint.save import build_state
 from wands.config.recipe import Recipe
 from wands.data.collate import PackingCollator
@@ -59,6 +60,11 @@ class PreparedRun:
     @property
     def output_dir(self) -> Path:
         return Path(self.recipe.output_dir)
+
+    def changes(self) -> list[str]:
+        """Return the data and the settings that a resumed run changes, as texts; [] for a new run."""
+        texts = [self.data_change] if self.data_change else []
+        return texts + (list_changes(self.checkpoint.state, self.state) if self.checkpoint else [])
 
     @property
     def start_step(self) -> int:

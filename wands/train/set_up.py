@@ -96,6 +96,7 @@ def _facts(run: PreparedRun) -> dict[str, Any]:
             "num_samples": len(run.data.keys),
             "num_tokens": int(run.schedule.num_tokens.sum()),
         },
+        "changed": "; ".join(run.changes()) or None,
     }
 
 

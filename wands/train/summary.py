@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from wands.checkpoint.resume import list_changes
 from wands.config.deepspeed import learning_rate
 from wands.config.recipe import FlowConfig, ModelConfig, Recipe
 from wands.data.datasets import describe_data
@@ -82,9 +81,7 @@ def start_block(run: PreparedRun) -> str:
         rows["samples"] = [_samples(run, workload.video_flops, flops)]
     rows["plugins"] = [", ".join(run.plugin.sources)] if run.plugin.sources else []
     rows |= {"memory": [_memory_line(workload)], "output": [str(run.output_dir)]}
-    rows["changed"] = [run.data_change] if run.data_change else []
-    if run.checkpoint:
-        rows["changed"] += list_changes(run.checkpoint.state, run.state)
+    rows["changed"] = run.changes()
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<12}{line}" for name, line in names)
 

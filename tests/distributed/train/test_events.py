@@ -62,6 +62,8 @@ def test_a_crash_is_a_restart_and_stays_in_the_log(tiny_pipeline: Path, tmp_path
     assert {key: rows[0][key] for key in ("world_size", "num_nodes", "checkpoint")} == {
         "world_size": 1, "num_nodes": 1, "checkpoint": None,
     }  # fmt: skip
+    changed = [row["changed"] for row in rows if row["event"] in ("start", "restart")]
+    assert changed == [None, None, None, "train.max_steps=7 (checkpoint: 6)"]
     first, second = (row for row in rows if row["event"] == "restart")
     assert (first["number"], first["last_step"], first["checkpoint"]) == (1, 3, "step_00000002")
     assert (second["number"], second["last_step"]) == (2, 3)
