@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cache
@@ -31,6 +32,7 @@ from wands.report.run_data import (
     IMAGE_KINDS,
     VIDEO_KINDS,
     column,
+    describe_start,
     extremes,
     find_file,
     is_learning,
@@ -47,7 +49,7 @@ MAX_POINTS = 600
 MAX_VIDEO_BYTES = 20_000_000
 """Largest total size of the embedded videos as base64, in bytes. The page links to the other videos."""
 MAX_COLUMNS = 8
-"""Largest number of training steps, one per column, in the table of sample videos."""
+"""Largest number of columns, one for each step and run, in the table of sample videos."""
 
 
 def report(options: ReportOptions) -> Path:
@@ -115,7 +117,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
         runs=runs,
         verdicts=list(map(is_learning, runs)),
         recipes=[yaml.safe_dump(without_paths(run["recipe"]), sort_keys=False) for run in runs],
-        grids=_sample_grids(runs, folder),
+        grid=_sample_grid(runs, folder),
         chart=_chart,
         column=column,
         smooth=smooth,
@@ -168,35 +170,49 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
     return {"start": start, "end": end, "ticks": ticks, "steps": steps, "lines": lines}
 
 
-def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Return the table of sample videos of each run. Videos are embedded up to `MAX_VIDEO_BYTES`, those of the last step first.
+def _sample_grid(runs: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
+    """Return the table of sample videos, in which several runs are side by side at each step.
 
-    A table has "steps", its columns; "prompts", the text of each prompt number; and "cells", which maps (prompt number, step,
-    weights) to the row of samples.jsonl with an "image" (data URI or None) and a "link" (URI of the video, or "" if it is neither
-    embedded nor inside `folder`).
+    Videos are embedded up to `MAX_VIDEO_BYTES`, those of the last step first.
+
+    Returns:
+        "steps": the columns. Several runs have those that all runs have sampled, if there are two or more.
+        "prompts": key and text of each row.
+        "start": description of the weights at step 0.
+        "cells": maps (key of the prompt, step, index of the run) to the rows of samples.jsonl, each with a "label" of the weights,
+            an "image" (data URI or None) and a "link" (URI of the video, or "" if it is neither embedded nor inside `folder`).
     """
-    grids = []
+    starts = [describe_start(run["recipe"]) for run in runs]
+    of_runs = [{row["step"] for row in run["samples"]} for run in runs]
+    common = set.intersection(*of_runs)
+    found = sorted(common if len(common) > 1 else set.union(*of_runs))
+    steps = thin(found, max(MAX_COLUMNS // len(runs), 2))
+    rows = [(row, i) for i, run in enumerate(runs) for row in run["samples"] if row["step"] in steps]
+    prompts = {_prompt_key(row): row.get("prompt") or "" for row, _ in rows}
+    cells: dict[Any, dict[str, Any]] = defaultdict(dict)
     left = MAX_VIDEO_BYTES
     place = folder.resolve()
-    for run in runs:
-        steps = thin(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
-        shown = [row for row in run["samples"] if row["step"] in steps]
-        cells = {}
-        for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
-            image = find_file(run["folder"], row.get("thumbnail"), IMAGE_KINDS)
-            video = find_file(run["folder"], row.get("video"), VIDEO_KINDS)
-            size = video.stat().st_size * 4 // 3 if video else 0
-            link = ""
-            if video and size <= left:
-                link = _data_uri(video)
-                left = left - size
-            elif video and video.is_relative_to(place):
-                link = quote(video.relative_to(place).as_posix())
-            cell = row | {"image": image and _data_uri(image), "link": link}
-            cells[row.get("number"), row["step"], row["weights"]] = cell
-        prompts = {row.get("number"): row.get("prompt") or "" for row in run["samples"]}
-        grids.append({"steps": steps, "prompts": prompts, "cells": cells})
-    return grids
+    for row, i in sorted(rows, key=lambda item: (item[0]["step"] != steps[-1], item[0]["step"])):
+        root = runs[i]["folder"]
+        image = find_file(root, row.get("thumbnail"), IMAGE_KINDS)
+        video = find_file(root, row.get("video"), VIDEO_KINDS)
+        size = video.stat().st_size * 4 // 3 if video else 0
+        link = ""
+        if video and size <= left:
+            link = _data_uri(video)
+            left = left - size
+        elif video and video.is_relative_to(place):
+            link = quote(video.relative_to(place).as_posix())
+        label = starts[i][0] if row["step"] == 0 else {"ema": "EMA"}.get(row["weights"], "weights")
+        shown = {"label": label, "image": image and _data_uri(image), "link": link}
+        cells[_prompt_key(row), row["step"], i][row["weights"]] = row | shown
+    texts = list(dict.fromkeys(text for _, text in starts))
+    start = texts[0] if len(texts) == 1 else "each run before its training"
+    return {"steps": steps, "prompts": prompts, "cells": cells, "start": start}
+
+
+def _prompt_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row.get("number"), row.get("prompt"), repr(row.get("seed"))
 
 
 def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:

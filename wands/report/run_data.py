@@ -201,6 +201,17 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
     return {names[prompt]: np.stack(list(strip.values())) for prompt, strip in strips.items()}
 
 
+def describe_start(recipe: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a label and a description of the weights before the first step of a run, whose samples have step 0."""
+    model = recipe.get("model") or {}
+    if (recipe.get("lora") or {}).get("init_from"):
+        return "initial", "the base model with the LoRA of lora.init_from"
+    if model.get("init") == "random":
+        return "random", "the model with random weights"
+    merged = " with the LoRAs of model.merge_loras" if model.get("merge_loras") else ""
+    return "base", f"the base model{merged}"
+
+
 def is_learning(run: Mapping[str, Any]) -> list[str]:
     """Return one to three texts that say whether a run learns, from the change of the held-out loss since step 0.
 
@@ -239,6 +250,8 @@ def is_learning(run: Mapping[str, Any]) -> list[str]:
     if math.isfinite(parting - margin):
         grows = parting > margin
         text = f"The loss gap between held-out and train clips has {'' if grows else 'not clearly '}grown since step 0"
-        memorizes = ": the model also memorizes its train clips" if grows else ""
+        count = run["start"].get("data", {}).get("num_samples")
+        clips = f"{count:,} train clips" if count else "train clips"
+        memorizes = f": the model overfits, because it memorizes its {clips}" if grows else ""
         sentences.append(f"{text} ({parting:+.5f}, margin {margin:.5f}){memorizes}.")
     return sentences

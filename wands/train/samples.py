@@ -41,6 +41,7 @@ from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.patches import grid_size, patchify, unpatchify
 from wands.report.page import write_report
+from wands.report.run_data import describe_start
 from wands.run.append_log import continue_rows, to_line
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
 from wands.sampling.extra_inputs import ExtraInputs, encode_inputs, read_inputs
@@ -395,10 +396,11 @@ class RunSamples(Job):
         return view, images
 
     def _draw_sheet(self, step: int, kinds: Sequence[str]) -> None:
-        """Draw a contact sheet with the videos of the base model, the trained weights and their moving average."""
+        """Draw a contact sheet with the videos of the start of the run, the trained weights and their moving average."""
         path = self._folder / step_name(step) / "contact_sheet.png"
         fps = self._training.variant.fps
-        columns = {(0, "raw"): "base"} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}
+        label, _ = describe_start(self._training.recipe.model_dump())
+        columns = {(0, "raw"): label} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}
         sheet = []
         for request in self._requests:
             # A resumed run may have other prompts.
