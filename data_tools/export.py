@@ -27,6 +27,7 @@ from wands.errors import ConfigError
 from wands.files import publish
 from wands.lock import WriterLock
 from wands.preprocess.progress import progress
+from wands.texts import plural
 
 EXPORT_NAME = "export.manifest"
 """JSON file with the manifest of the cache. Not `.json`, because `datasets.load_dataset` reads every `.json` as rows of data."""
@@ -153,7 +154,7 @@ class ExportArguments(Options):
 
 def _run(options: ExportArguments) -> int:
     count = export_cache(options.cache, options.out, options.format)
-    print(f"{options.out}: {count:,} samples")
+    print(f"{options.out}: {plural(count, 'sample')}")
     return 0
 
 

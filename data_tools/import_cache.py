@@ -34,6 +34,7 @@ from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.data.collate import Sample
 from wands.errors import ConfigError, DataError
+from wands.texts import plural
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
 MUSUBI_FPS = 16.0
@@ -279,7 +280,7 @@ class ImportCacheArguments(Options):
 
 def _run(options: ImportCacheArguments) -> int:
     count = import_cache(options.source, options.out, options.model)
-    print(f"{options.out}: {count:,} samples")
+    print(f"{options.out}: {plural(count, 'sample')}")
     return 0
 
 

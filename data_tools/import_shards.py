@@ -32,7 +32,7 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError
 from wands.preprocess.workers import pick_device
-from wands.texts import safe_lines
+from wands.texts import plural, safe_lines
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST = 0.4
@@ -263,7 +263,7 @@ class ImportShardsArguments(Options):
 def _run(options: ImportShardsArguments) -> int:
     report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)
     reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""
-    print(f"{options.out}: {report.num_samples:,} samples{reused}")
+    print(f"{options.out}: {plural(report.num_samples, 'sample')}{reused}")
     print(f"{len(report.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if report.rejected else ""))
     for item in report.rejected[:50]:
         print(safe_lines(f"  {item.key}: {item.reason}"))

@@ -19,7 +19,7 @@ from wands.config.base import ARGUMENT, Options, Spelling
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.preprocess.length_histogram import token_histogram
-from wands.texts import safe_lines
+from wands.texts import plural, safe_lines
 
 STRIP_FRAMES = 8
 
@@ -31,7 +31,7 @@ def describe_cache(cache: LatentCache, num_rows: int) -> str:
     tokens = cache.num_tokens(tuple(variant["patch_size"]))
     text = index.text_lens
     lines = [
-        f"{cache.path}: {len(cache):,} samples in {len(index.shard_names):,} shard(s), "
+        f"{cache.path}: {plural(len(cache), 'sample')} in {plural(len(index.shard_names), 'shard')}, "
         f"{cache.num_bytes:,} bytes",
         f"variant       {variant['name']}: VAE stride {_times(variant['vae_stride'])}, patch "
         f"{_times(variant['patch_size'])}, {variant['latent_channels']} latent channels, text width "
@@ -40,7 +40,7 @@ def describe_cache(cache: LatentCache, num_rows: int) -> str:
         *(f"{spec.name:<13} {spec.dtype} {_dims(spec)}" for spec in cache.arrays),
         *(f"{part:<13} {_short(values)}" for part, values in cache.fingerprint.items()),
         f"empty caption {len(cache.null_text_embeds)} token(s)",
-        f"masks         {(cache.mask_sums[:, 0] > 0).sum():,} sample(s)",
+        f"masks         {plural((cache.mask_sums[:, 0] > 0).sum(), 'sample')}",
     ]
     if len(cache):
         lines += [

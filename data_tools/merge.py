@@ -19,7 +19,7 @@ from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference, write_text
 from wands.preprocess.progress import progress
-from wands.texts import printable
+from wands.texts import plural, printable
 
 SHOWN = 5
 """Largest number of sample keys that an error message lists."""
@@ -158,7 +158,7 @@ class MergeArguments(Options):
 
 def _run(options: MergeArguments) -> int:
     merged = merge(options.out, options.cache)
-    print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
+    print(f"{options.out}: {plural(merged.num_samples, 'sample')}, {merged.num_copied:,} of them copied now")
     if merged.num_rejected:
         print(f"{merged.num_rejected:,} rejected clips are listed in {options.out / REJECTS_NAME}")
     if merged.duplicates:

@@ -18,6 +18,7 @@ from wands.config.base import ARGUMENT, Options
 from wands.data.cache.reader import LatentCache
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
+from wands.texts import plural
 
 
 def split_cache(
@@ -112,7 +113,7 @@ def _run(options: SplitArguments) -> int:
             ) from None
         keys = [line.removesuffix("\r") for line in lines if line.strip()]
     a, b = split_cache(options.cache, options.out_a, options.out_b, options.fraction, keys)
-    print(f"{options.out_a}: {a:,} samples\n{options.out_b}: {b:,} samples")
+    print(f"{options.out_a}: {plural(a, 'sample')}\n{options.out_b}: {plural(b, 'sample')}")
     return 0
 
 

@@ -122,6 +122,11 @@ def escape_unprintable() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, such as "1 clip" or "1,280 clips"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a time as text in seconds, minutes or hours, such as "90 s", "5 min" or "2.5 h"."""
     if seconds < 120:

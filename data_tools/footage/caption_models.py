@@ -22,6 +22,7 @@ from wands.config.options import CaptionOptions
 from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, one_line
 from wands.model.files.hub import fetch_model
+from wands.texts import plural
 
 Captioner = Callable[[Sequence[np.ndarray], Sequence[str], int | None], list[tuple[str, bool]]]
 """Function of clips (uint8 [F, H, W, 3] RGB), a prompt for each, and a seed, with which it samples; None decodes greedily. It
@@ -81,7 +82,7 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
                 tokens = model.generate(**inputs, max_new_tokens=options.max_tokens, **sampling)
         except Exception as error:  # too little memory, or a rule of this model
             raise ConfigError(
-                f"--model={options.model} cannot caption {len(clips)} clips of {len(clips[0])} images ({one_line(error)}); lower "
+                f"--model={options.model} cannot caption {plural(len(clips), 'clip')} of {plural(len(clips[0]), 'image')} ({one_line(error)}); lower "
                 "--batch, --frames or --max-side, or choose another model"
             ) from None
         tokens = tokens[:, inputs["input_ids"].shape[1] :]

@@ -21,7 +21,7 @@ from wands.data.clips.records import ClipRecord
 from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, DataError
-from wands.texts import safe_lines
+from wands.texts import plural, safe_lines
 
 VERSION = 1
 """Version of `measure_clip`. Clips with stored results of another version are decoded again."""
@@ -120,5 +120,5 @@ def measure_clips(options: MeasureOptions) -> str:
         results[name]["columns"]["duplicate_of"] = clips[first].key
     columns = [EMPTY | results[name].get("columns", {}) for name in names]
     write_table(out, [table_row(record, out, **row) for record, row in zip(records, columns, strict=True)])
-    counts = f"{num_decoded:,} clips decoded now, {len(found):,} near-duplicates"
-    return safe_lines("\n".join([*lines, f"{len(records):,} rows in {out}: {counts}"]))
+    counts = f"{plural(num_decoded, 'clip')} decoded now, {plural(len(found), 'near-duplicate')}"
+    return safe_lines("\n".join([*lines, f"{plural(len(records), 'row')} in {out}: {counts}"]))

@@ -29,7 +29,7 @@ from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video_file import open_video
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
-from wands.texts import safe_lines
+from wands.texts import plural, safe_lines
 
 Part = dict[str, Any]
 VERSION = 1
@@ -240,7 +240,7 @@ def split(options: SplitOptions) -> str:
 
         values = {"source": options.source, "films": films, "kinds": KINDS, "failed": failed}
         write_text(options.html_path, render(Path(__file__).parent, "shots.html", **values))
-    return safe_lines("\n".join([*lines, f"{len(rows):,} clips in {out}"]))
+    return safe_lines("\n".join([*lines, f"{plural(len(rows), 'clip')} in {out}"]))
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:

@@ -36,6 +36,7 @@ from wands.preprocess.clip_rules import LIMIT_SECONDS, crash_reason
 from wands.preprocess.encoding import Devices
 from wands.preprocess.progress import progress
 from wands.preprocess.workers import Lost, WorkerPool
+from wands.texts import plural
 
 PROMPT = (
     "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write only "
@@ -124,7 +125,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
     lock.check()
     write_table(out, rows)
     shutil.rmtree(settings.work.parent)
-    counts = [f"{len(new) - problems.total()} clips captioned", f"{len(clips) - len(new)} captions kept"]
+    counts = [f"{plural(len(new) - problems.total(), 'clip')} captioned", f"{plural(len(clips) - len(new), 'caption')} kept"]
     counts += [f"{problems.total()} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
     reasons = (f"{count} x {problem}" for problem, count in problems.most_common(10))
     return "\n".join([f"{out}: {', '.join(counts)}", *rejected, *reasons])

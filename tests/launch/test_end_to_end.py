@@ -185,7 +185,7 @@ def test_a_mistake_under_a_launcher_is_said_once(job: dict[str, Path], launch):
 @pytest.mark.slow
 def test_one_process_without_a_launcher(job: dict[str, Path]):
     done = call("wands", "train", *settings(job, "single", "train.max_steps=2"))
-    assert "1 ranks = dp 1 x" in done.stdout
+    assert "1 rank = dp 1 x" in done.stdout
     assert "accumulation 2" in done.stdout
     assert [row["step"] for row in rows_of(job, "single")] == [1, 2]
     assert (job["root"] / "single" / "recipe.yaml").is_file()

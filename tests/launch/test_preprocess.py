@@ -240,7 +240,7 @@ def test_nothing_accepted_is_an_error(
     else:
         (folder / "a.mp4").write_text("no video" if kind == "text" else "")
         (folder / "a.txt").write_text("a caption")
-    with pytest.raises(DataError, match=r"gave no sample: 1 clip\(s\) were rejected \(first: ") as caught:
+    with pytest.raises(DataError, match=r"gave no sample: 1 clip rejected \(first: ") as caught:
         preprocess(str(folder), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert "\n" not in str(caught.value)
     assert len((tmp_path / "cache" / "rejects.jsonl").read_text().splitlines()) == 1
@@ -316,7 +316,7 @@ def test_removed_clip_leaves_the_index_and_comes_back_for_free(
     (clips / "city.txt").unlink()
     report = preprocess(str(clips), tmp_path / "cache", tiny_pipeline, **SMALL)
     assert (report.num_accepted, report.num_left_out) == (2, 1)
-    assert "1 samples of earlier runs are not in the source" in str(report)
+    assert "1 sample of earlier runs left out of the index" in str(report)
     assert set(contents(tmp_path / "cache")) == {"bikes", "nested/carphone"}
     (tmp_path / "city.mpg").rename(clips / "city.mpg")
     (clips / "city.txt").write_text(CAPTIONS["city"])

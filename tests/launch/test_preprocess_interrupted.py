@@ -201,7 +201,7 @@ def test_long_reports_end() -> None:
     assert "clip20: broken" not in text
     _, summary = text.split("  ... and 40 more\n")
     counts = (
-        "       48  broken\n        6  width is too small\n        6  --where requires a > 2\nc: 1 samples"
+        "       48  broken\n        6  width is too small\n        6  --where requires a > 2\nc: 1 sample"
     )
     assert summary.startswith(f"60 rejected, listed in rejects.jsonl:\n{counts}")
-    assert "3 captions fill 512 text tokens" in text
+    assert "3 captions with all 512 text tokens" in text

@@ -124,7 +124,7 @@ def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_pa
     for part in (
         "model",
         "grid",
-        "1 ranks = dp 1",
+        "1 rank = dp 1",
         "packing",
         "fill",
         "steps",

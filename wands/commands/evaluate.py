@@ -18,6 +18,7 @@ from wands.engine.engine import attention_backend, build_model
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.plugin import load_plugins
+from wands.texts import plural
 from wands.train.evaluation import Row, measure, summarize
 from wands.train.evaluation_plan import HELD_OUT, plan_cache
 from wands.train.prepare import prepare_run
@@ -111,7 +112,7 @@ def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
 
 
 def _loss_table(row: Row, num_clips: int) -> str:
-    lines = [f"loss {row[HELD_OUT]:.5f} of {num_clips} clips"]
+    lines = [f"loss {row[HELD_OUT]:.5f} of {plural(num_clips, 'clip')}"]
     for field, buckets in row["by"].items():
         for bucket in buckets:
             name = f"{bucket['name']} (sigma {bucket['sigma']:.3f})"

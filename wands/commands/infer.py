@@ -56,6 +56,7 @@ from wands.sampling.requests import SampleRequest, build_requests, read_prompts
 from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
 from wands.sampling.schedulers import shift_key
 from wands.sampling.sharing import plan_ranks, public_config, set_attention, share_pipeline
+from wands.texts import plural
 from wands.version import __version__
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def infer(
     if source.variant.boundary_ratio is not None:
         for lora in source.loras:
             log.info("%s: %s", lora.label, "; ".join(map(str, lora.files)))
-    log.info("sampling %d videos on %s with %s", len(requests), device, source.dits["transformer"].label)
+    log.info("sampling %s on %s with %s", plural(len(requests), "video"), device, source.dits["transformer"].label)
     with start_together():
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         extra = _encode_inputs(source, requests, files, device)

@@ -36,7 +36,7 @@ from wands.model.files.lora_experts import EXPERT_NAMES, describe_file
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
 from wands.secret_patterns import contains_secret
-from wands.texts import is_local, without_paths
+from wands.texts import is_local, plural, without_paths
 from wands.version import __version__
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
     files, left_out = _list_files(directory, contents.folders)
     sizes = [(directory / name).stat().st_size for name in files]
     rows = [f"\n  {size:15,}  {name}" for name, size in zip(files, sizes, strict=True)]
-    log.info("%d files to upload, %.1f MB, and the model card:%s", len(rows), sum(sizes) / 1e6, "".join(rows))
+    size = sum(sizes) / 1e6
+    log.info("%s to upload, %.1f MB, and the model card:%s", plural(len(rows), "file"), size, "".join(rows))
     if left_out:
         log.warning("these files are not part of a model and are left out: %s", ", ".join(left_out))
     if options.dry_run:

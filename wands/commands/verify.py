@@ -14,6 +14,7 @@ from wands.data.cache.format import MANIFEST_NAME
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError, WandsError
 from wands.model.files.hashes import find_changed_files
+from wands.texts import plural
 
 
 def verify(options: VerifyOptions) -> str:
@@ -29,13 +30,13 @@ def verify(options: VerifyOptions) -> str:
     steps = list_steps(path)
     if (path / MANIFEST_NAME).is_file():
         cache = LatentCache(path, verify=True)
-        things = "samples"
+        thing = "sample"
         (number, problems) = _check_all(range(len(cache.keys)), partial(_read_sample, cache))
     elif steps or (path / "checkpoints").is_dir():
-        things = "checkpoints"
+        thing = "checkpoint"
         (number, problems) = _check_all(steps, partial(find_checkpoint, verify=True))
     else:
-        things = "files"
+        thing = "file"
         (number, problems) = find_changed_files(path)
         if not number:
             raise ConfigError(
@@ -44,9 +45,9 @@ def verify(options: VerifyOptions) -> str:
             )
     if problems:
         raise WandsError(
-            [*problems, f"{path}: {len(problems)} of {number} {things} are damaged; restore these {things}"]
+            [*problems, f"{path}: {len(problems)} of {number} {thing}s are damaged; restore these {thing}s"]
         )
-    return f"{number} {things} in {path} are intact"
+    return f"intact: {plural(number, thing)} in {path}"
 
 
 def _read_sample(cache: LatentCache, i: int) -> None:

@@ -33,6 +33,7 @@ from wands.data.sampler import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError, DataError
 from wands.files import first_difference
 from wands.flow.rng import philox
+from wands.texts import plural
 from wands.variants import DiTShape, Variant
 
 Fingerprint = Callable[[], Mapping[str, Any]]
@@ -257,7 +258,7 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
     """Describe the data in lines: one for each source, then split, excluded samples and unused inputs, if any."""
     listed = list_sources(section, data)
     lines = [
-        f"{item['path']}: {item['num_samples']:,} clips"
+        f"{item['path']}: {plural(item['num_samples'], 'clip')}"
         + (f", each used {item['repeat']:.4g} times per epoch" * (item["repeat"] != 1))
         for item in listed
     ]
@@ -266,14 +267,14 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
             sum(item[name] for item in listed) for name in ("num_samples", *LEFT_OUT)
         )
         shares = {
-            "train": f"{here:,} clips to train on, {there:,} held out",
+            "train": f"{plural(here, 'clip')} to train on, {there:,} held out",
             "holdout": f"{here:,} held-out clips, {there:,} left out",
             "all": f"all {here:,} clips, none held out",
         }
         lines.append(f"split {section.split} (data.holdout={section.holdout:g}): {shares[section.split]}")
         if gap or duplicates:
             lines[-1] += f"; left out: {gap:,} next to and {duplicates:,} nearly equal to held-out clips"
-    lines += [f"data.exclude leaves out {len(section.exclude):,} samples"] * bool(section.exclude)
+    lines += [f"data.exclude leaves out {plural(len(section.exclude), 'sample')}"] * bool(section.exclude)
     for part in select_sources(section, data):
         if isinstance(part.data, LatentCache) and part.data.unused:
             names = ", ".join(part.data.unused)

@@ -43,6 +43,7 @@ from wands.preprocess.progress import progress
 from wands.preprocess.scan import Clip, SourceScan, parse_part, select_part
 from wands.preprocess.workers import Event, Lost, Task, WorkerPool
 from wands.sampling.pipeline import check_encoders
+from wands.texts import plural
 from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
@@ -303,7 +304,7 @@ class PreprocessRun:
             shutil.rmtree(self.settings.work)
             first = f" (first: {rejected[0].reason})" if rejected else ""
             raise DataError(
-                f"SOURCE={self.settings.options.source} gave no sample: {len(rejected)} clip(s) were rejected{first}. "
+                f"SOURCE={self.settings.options.source} gave no sample: {plural(len(rejected), 'clip')} rejected{first}. "
                 f"Correct the clips: {writer.path / REJECTS_NAME} lists every reason."
             )
         writer.commit(null_text, accepted)

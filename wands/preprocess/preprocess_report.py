@@ -11,7 +11,7 @@ import numpy as np
 from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
 from wands.preprocess.length_histogram import token_histogram
-from wands.texts import printable
+from wands.texts import plural, printable
 from wands.variants import TEXT_LEN
 
 SHOWN_REJECTIONS = 20
@@ -74,9 +74,9 @@ class PreprocessReport:
         kinds = count_problems((item.path, item.reason) for item in self.rejected)
         lines += [printable(f"  {count:7,}  {kind}") for kind, count in kinds[:SHOWN_KINDS]]
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
-        lines.append(f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}")
+        lines.append(f"{self.out}: {plural(self.num_accepted, 'sample')} for {self.variant}{reused}")
         lines.append(token_histogram(self.tokens))
-        lines.append(f"  {self.num_bytes:,} bytes in {self.num_shards:,} shard(s), {self.seconds:.1f} s")
+        lines.append(f"  {self.num_bytes:,} bytes in {plural(self.num_shards, 'shard')}, {self.seconds:.1f} s")
         if self.waited is not None:
             by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
             lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
@@ -86,22 +86,30 @@ class PreprocessReport:
             lines += [f"  {key}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]]
         if self.still_clips:
             names = ", ".join(self.still_clips[:SHOWN_CLIPS])
-            lines.append(
-                f"{len(self.still_clips):,} videos became still images, with one usable frame each: {names}; use longer clips"
-            )
+            videos = plural(len(self.still_clips), "video")
+            lines.append(f"{videos} with one usable frame became still images: {names}; use longer clips")
         lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]
-        notes = {
-            "samples keep their latents, because only the caption or the clip's name is new": self.num_relabelled,
-            "samples of earlier runs are not in the source or have a size that is not requested: left out of the "
-            "index": self.num_left_out,
-            "samples are of videos with 720 lines or more that do not say their color matrix: decoded as BT.709, as players "
-            "do": self.num_assumed,
-            "samples of videos with 720 lines or more were encoded by an earlier version of wands, which decoded videos "
-            "without a color matrix as BT.601: encode these clips into a new --out if their files do not say "
-            "the matrix": self.num_unknown_matrix,
-            f"captions fill {TEXT_LEN} text tokens: longer text is cut": self.num_cut_captions,
-        }
-        lines += [f"{number:,} {note}" for note, number in notes.items() if number]
+        notes = [
+            (self.num_relabelled, "sample", "with kept latents, because only the caption or the clip's name is new"),
+            (
+                self.num_left_out,
+                "sample",
+                "of earlier runs left out of the index: not in the source, or of a size that is not requested",
+            ),
+            (
+                self.num_assumed,
+                "sample",
+                "decoded as BT.709, as players do: of videos with 720 lines or more that do not say their color matrix",
+            ),
+            (
+                self.num_unknown_matrix,
+                "sample",
+                "encoded by an earlier version of wands, which decoded videos with 720 lines or more without a color matrix "
+                "as BT.601: encode these clips into a new --out if their files do not say the matrix",
+            ),
+            (self.num_cut_captions, "caption", f"with all {TEXT_LEN} text tokens: longer text is cut"),
+        ]
+        lines += [f"{plural(number, noun)} {text}" for number, noun, text in notes if number]
         if self.quarantine:
             lines.append(
                 f"clips that crash or hang a process are skipped until their files change or {self.quarantine} is deleted"

@@ -20,6 +20,7 @@ from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.model.files.hub import fetch_model, is_hub_id
 from wands.model.files.loading import load_config
+from wands.texts import plural
 from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES = 13
@@ -139,7 +140,7 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
     frames: np.ndarray = next(iter(decode_clip(clip, spec))).frames
     if len(frames) < 5:
         raise DataError(
-            f"--clip={clip} has {len(frames)} frames at {variant.fps} fps, but at least 5 frames are needed; use a longer clip."
+            f"--clip={clip} has {plural(len(frames), 'frame')} at {variant.fps} fps, but at least 5 frames are needed; use a longer clip."
         )
     return frames
 

@@ -50,6 +50,7 @@ from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
 from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
 from wands.sampling.sharing import join_tokens, token_index
+from wands.texts import plural
 from wands.train.jobs import FinishedStep, Job
 from wands.train.training import Training
 from wands.variants import Expert, Variant
@@ -342,7 +343,7 @@ class RunSamples(Job):
             training.log(f"step {step}: the contact sheet could not be made: {one_line(error)}.")
         seconds = time.perf_counter() - started
         folder = self._folder / step_name(step)
-        training.log(f"step {step}: {len(rows)} samples in {seconds:.1f} s in {folder}")
+        training.log(f"step {step}: {plural(len(rows), 'sample')} in {seconds:.1f} s in {folder}")
         write_report(training.output_dir)
 
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | None:

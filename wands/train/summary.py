@@ -22,6 +22,7 @@ from wands.planning.memory import estimate_memory, to_gib
 from wands.planning.workload import Workload
 from wands.run.run_model import RunModel
 from wands.run.sizes import step_flops
+from wands.texts import plural
 from wands.train.evaluation_plan import get_plan
 from wands.train.prepared_run import PreparedRun
 from wands.variants import ExtraInput
@@ -57,7 +58,7 @@ def start_block(run: PreparedRun) -> str:
         **_data_rows(run, plan, bins),
         "steps": [
             f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {run.start_step:,}",
-            f"{recipe.train.bins_per_step} bins per step = dp {run.dp_size} x accumulation "
+            f"{plural(recipe.train.bins_per_step, 'bin')} per step = dp {run.dp_size} x accumulation "
             f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}",
         ],
         "flow": [_flow(recipe.flow, has_first_frame="first_frame" in model.variant.conditions)],
@@ -111,7 +112,7 @@ def describe_lr_change(run: PreparedRun, planned_lr: float, lr: float) -> str | 
 def _grid(run: PreparedRun) -> str:
     parallel = run.recipe.parallel
     return (
-        f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
+        f"{plural(run.world_size, 'rank')} = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
         + (f" x tensor {parallel.tensor_degree}" if parallel.tensor_degree > 1 else "")
         + (f" (parallel.cp_size={parallel.cp_size})" if parallel.cp_size else "")
         + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else "")
@@ -130,12 +131,12 @@ def _data_rows(run: PreparedRun, plan: EpochPlan, bins: Sequence[Sequence[int]])
     return {
         "data": [
             *describe_data(recipe.data, run.data),
-            f"{epoch}: {len(samples):,} samples, {int(lens[samples].sum()):,} tokens",
+            f"{epoch}: {plural(len(samples), 'sample')}, {int(lens[samples].sum()):,} tokens",
             f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}",
         ],
         "packing": [
             f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
-            f"{epoch}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
+            f"{epoch}: {plural(len(bins), 'bin')}, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
         ],
     }
 
@@ -155,7 +156,7 @@ def _samples(run: PreparedRun, video_flops: float, training_flops: float) -> str
     assert recipe.sample is not None
     sets = 1 + -(-run.schedule.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
     share = sets * video_flops / training_flops
-    text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
+    text = f"{plural(len(run.samples), 'video')} every {recipe.sample.every:,} steps"
     return f"{text}: {share:.1%} of the training's FLOPs"
 
 

@@ -207,7 +207,7 @@ def test_a_flip_in_the_base_is_refused_before_training(originals: Path, tmp_path
 @pytest.mark.parametrize("name", sorted(USES))
 def test_verify_names_the_damage(name: str, originals: Path, tmp_path: Path):
     copy = shutil.copytree(originals / name, tmp_path / name)
-    assert "are intact" in verify(VerifyOptions(path=copy))
+    assert "intact: " in verify(VerifyOptions(path=copy))
     pattern = {"cache": "*.h5", "run": "state_rank_00001*"}.get(name, "*.safetensors")
     file = sorted(copy.rglob(pattern))[-1]
     data = bytearray(file.read_bytes())
@@ -240,7 +240,7 @@ def test_hashes_of_the_hub_are_used(originals: Path, tmp_path: Path):
     shutil.copy(source, local / source.name)
     (records / f"{source.name}.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
     for folder, file in ((cached.parent, blobs / digest), (local.parent, local / source.name)):
-        assert "1 files in" in verify(VerifyOptions(path=folder))
+        assert "1 file in" in verify(VerifyOptions(path=folder))
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)

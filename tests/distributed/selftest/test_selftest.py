@@ -327,7 +327,7 @@ def test_mistakes_of_the_user(
     )
     assert "no.mp4 does not exist" in refusal(clip=tmp_path / "no.mp4")
     save_video(tmp_path / "short.mp4", np.zeros((2, 64, 96, 3), dtype=np.uint8), 16)
-    assert "has 1 frames at 16 fps, but at least 5 frames are needed" in refusal(clip=tmp_path / "short.mp4")
+    assert "has 1 frame at 16 fps, but at least 5 frames are needed" in refusal(clip=tmp_path / "short.mp4")
     if not torch.cuda.is_available():
         assert "--device=cuda" in refusal(device="cuda")
     incomplete = tmp_path / "incomplete"

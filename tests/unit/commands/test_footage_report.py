@@ -185,7 +185,7 @@ def test_preprocess_says_what_it_uses_and_which_videos_became_stills(
         text = str(report)
         assert "\nuses 0.7 of 10.4 s; --clip-mode slide would use 10.0 s\n" in text
         assert "\n  bikes: uses 0.6 of 10.0 s; --clip-mode slide would use 9.9 s\n" in text
-        assert "2 videos became still images, with one usable frame each: cut, four; use longer clips" in text
+        assert "2 videos with one usable frame became still images: cut, four; use longer clips" in text
     assert again.num_reused == 4
     whole = SourceScan.footage
 

@@ -70,7 +70,7 @@ def test_a_mask_goes_through_every_tool(tmp_path: Path):
         export_cache(tmp_path / "cache", tmp_path / layout, layout)
         import_cache(tmp_path / layout, tmp_path / f"from_{layout}")
         check(tmp_path / f"from_{layout}", masked)
-    assert "masks         2 sample(s)" in describe_cache(cache, 4)
+    assert "masks         2 samples" in describe_cache(cache, 4)
 
 
 def test_a_cache_without_masks_has_room_for_them(tmp_path: Path):

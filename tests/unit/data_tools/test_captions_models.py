@@ -134,7 +134,7 @@ class Unfit:
         (SimpleNamespace(), r"cannot be loaded \(.*tokenizer.*\)\. .*choose an image-text-to-text model"),
         (
             Unfit(),
-            r"cannot caption 1 clips of 3 images \(only one image is supported\); lower --batch, --frames",
+            r"cannot caption 1 clip of 3 images \(only one image is supported\); lower --batch, --frames",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def test_inspect_prints_what_is_there(cache_dir: Path, capsys: pytest.CaptureFix
     assert main([str(cache_dir)]) == 0
     text = capsys.readouterr().out
     cache = LatentCache(cache_dir)
-    assert f"2 samples in 1 shard(s), {cache.num_bytes:,} bytes" in text
+    assert f"2 samples in 1 shard, {cache.num_bytes:,} bytes" in text
     assert "wan2.1-t2v-tiny: VAE stride 4x8x8, patch 1x2x2, 16 latent channels, text width 32" in text
     assert "conditions    text, mask" in text
     assert "text_embeds   bf16 any length x 32" in text

@@ -18,7 +18,7 @@ from wands.data.clips.video_file import VideoInfo
 from wands.files import write_text
 from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
 from wands.preprocess.length_histogram import count_lengths, token_histogram
-from wands.texts import format_seconds, printable, redact, safe_lines
+from wands.texts import format_seconds, plural, printable, redact, safe_lines
 
 SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12
@@ -205,7 +205,7 @@ class CheckReport:
         lines += self.notes
         totals = self.totals()
         lines.append(
-            f"{totals['clips']:,} clips: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "
+            f"{plural(totals['clips'], 'clip')}: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "
             f"{totals['rejected']:,} rejected; checked in {self.seconds:.1f} s"
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
@@ -220,7 +220,7 @@ class CheckReport:
             lines.append("no sample: wands preprocess would reject this source")
             return table + safe_lines("\n".join(lines))
         lines.append(
-            f"{totals['samples']:,} samples for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
+            f"{plural(totals['samples'], 'sample')} for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
         )
         lines.append(describe_footage(totals["footage"]))
         lines.append(token_histogram(self.tokens))
@@ -235,7 +235,7 @@ class CheckReport:
         if plan is None or plan.problem:
             return plan.problem if plan else "no sample"
         bins = f"bins of {plan.max_tokens:,} tokens are {plan.fill:.1%} full"
-        return f"{bins}, {plan.steps_per_epoch:,} steps of {plan.bins_per_step:,} bins per epoch"
+        return f"{bins}, {plural(plan.steps_per_epoch, 'step')} of {plural(plan.bins_per_step, 'bin')} per epoch"
 
 
 def describe_source(clip: CheckedClip) -> str:
@@ -248,7 +248,7 @@ def describe_source(clip: CheckedClip) -> str:
         return ""
     if info.container.endswith(("_pipe", "image2")):  # FFmpeg reports a rate for images
         return f"{info.width}x{info.height}, {info.codec} image"
-    frames = f", {info.num_frames:,} frames" if info.num_frames else ""
+    frames = f", {plural(info.num_frames, 'frame')}" if info.num_frames else ""
     return f"{info.width}x{info.height} {info.fps:.5g} fps, {info.duration:.2f} s{frames}, {info.codec}"
 
 
@@ -261,7 +261,7 @@ def describe_samples(clip: CheckedClip) -> str:
     frames = sum(sample.num_frames for sample in clip.samples)
     tokens = sum(sample.num_tokens for sample in clip.samples)
     heading = f"{many} samples, " if many > 1 else ""
-    text = f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
+    text = f"{heading}{plural(frames, 'frame')} {first.width}x{first.height}, {tokens:,} tokens"
     # Up to 3 frames at the end of a clip are always dropped.
     return f"{text}, {describe_footage(clip.footage)}" if clip.footage[2] > clip.footage[0] else text
 

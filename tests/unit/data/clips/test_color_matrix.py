@@ -83,5 +83,5 @@ def test_the_report_says_what_was_assumed_and_what_an_earlier_version_may_have_d
     report = PreprocessReport(
         tmp_path, "v", 3, 0, 0, 0, (), tokens, 1, 1, 1.0, num_assumed=2, num_unknown_matrix=1
     )
-    assert "2 samples are of videos with 720 lines or more that do not say their color matrix" in str(report)
-    assert "1 samples of videos with 720 lines or more were encoded by an earlier version" in str(report)
+    assert "2 samples decoded as BT.709, as players do: of videos with 720 lines or more" in str(report)
+    assert "1 sample encoded by an earlier version" in str(report)
