@@ -39,7 +39,7 @@ def describe_cache(cache: LatentCache, num_rows: int) -> str:
         f"conditions    {', '.join(cache.manifest['conditions'])}",
         *(f"{spec.name:<13} {spec.dtype} {_dims(spec)}" for spec in cache.arrays),
         *(f"{part:<13} {_short(values)}" for part, values in cache.fingerprint.items()),
-        f"empty caption {len(cache.null_text_embeds)} token(s)",
+        f"empty caption {plural(len(cache.null_text_embeds), 'token')}",
         f"masks         {plural((cache.mask_sums[:, 0] > 0).sum(), 'sample')}",
     ]
     if len(cache):

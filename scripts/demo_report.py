@@ -335,9 +335,9 @@ def report(out: Path, seconds: int, lora: bool, command: str) -> bool:
     if note:
         print(f"  {'training':<13} {note}DEMO_STEPS=N trains longer.")
     fallen = print_losses(losses)
-    print_evaluations(read_rows(out / "run" / "evaluations.jsonl"))
     if not fallen:
         print("                the loss must fall by at least 30 %: train longer with DEMO_STEPS=N")
+    print_evaluations(read_rows(out / "run" / "evaluations.jsonl"))
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
     print_places(out, lora)
     row = json.loads((out / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
