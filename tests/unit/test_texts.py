@@ -13,7 +13,7 @@ from tests.support.secret_texts import ORDINARY_NAMES, ORDINARY_TEXTS, SECRET_NA
 from wands.commands.check.check_report import CheckedClip, CheckReport, render_check_page
 from wands.data.clips.clip import ClipSpec
 from wands.secret_patterns import hide_secrets, is_secret_name
-from wands.texts import printable, redact, safe_lines, without_paths
+from wands.texts import plural, printable, redact, safe_lines, without_paths
 
 CLEAR = "a\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202egpj"
 """Name of a clip that clears the screen, sets the title of the window, returns to the start of the line and turns the text."""
@@ -143,6 +143,10 @@ def test_reports_of_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set("\x1b\x07\x9b\r\u202e").isdisjoint(page + text)
     assert "carol" not in page + text
     assert "$USER/clips" in page
+
+
+def test_one_is_singular() -> None:
+    assert [plural(number, "clip") for number in (0, 1, 2, 1280)] == ["0 clips", "1 clip", "2 clips", "1,280 clips"]
 
 
 def test_a_process_logs_safe_texts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wands.data.clips.records import REJECTS_NAME, Rejection
+from wands.data.clips.records import REJECTS_NAME, Rejection, shown_key
 from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
 from wands.preprocess.length_histogram import token_histogram
 from wands.texts import plural, printable
@@ -66,7 +66,7 @@ class PreprocessReport:
     quarantine: Path | None = None
 
     def __str__(self) -> str:
-        lines = [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
+        lines = [printable(f"  {shown_key(item.key)}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
         if len(self.rejected) > SHOWN_REJECTIONS:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
         listed = f", listed in {REJECTS_NAME}:" if self.rejected else ""
@@ -83,9 +83,9 @@ class PreprocessReport:
         if self.footage:
             lines.append(describe_footage(np.sum([*self.footage.values()], axis=0)))
             unused = sorted(self.footage.items(), key=lambda item: item[1][0] - item[1][2])[:SHOWN_CLIPS]
-            lines += [f"  {key}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]]
+            lines += [f"  {shown_key(key)}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]]
         if self.still_clips:
-            names = ", ".join(self.still_clips[:SHOWN_CLIPS])
+            names = ", ".join(map(shown_key, self.still_clips[:SHOWN_CLIPS]))
             videos = plural(len(self.still_clips), "video")
             lines.append(f"{videos} with one usable frame became still images: {names}; use longer clips")
         lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]

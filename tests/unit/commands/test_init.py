@@ -87,6 +87,20 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
         main.commands[name].make_context(name, words[:-2] if "||" in words else words)
 
 
+def test_the_commands_name_the_rejected_clips(project: Path, clips: Path):
+    text = (project / "commands.sh").read_text()
+    assert "\n# 4 clips were decoded. Rejected clips: 1.\n#   bad: video=" in text
+    assert "bad.mp4 is a text file, despite its name" in text
+    assert "\n# Warning: small frame (3 of the clips).\n" in text
+    assert "Your choice (wands init --model)" in (project / "recipe.yaml").read_text()
+
+
+def test_a_default_model_is_not_called_a_choice(clips: Path, tmp_path: Path):
+    run(clips, "--gpu-memory", 80, "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "# The default; wands init --model chooses another. For" in text
+
+
 @pytest.mark.slow
 def test_the_commands_run_as_they_are_written(project: Path, tmp_path: Path):
     recipe = project / "recipe.yaml"

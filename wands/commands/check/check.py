@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -57,6 +58,7 @@ SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 DUPLICATE = "duplicate: the same images as {}; keep one of the two clips"
+ONLY_IMAGES = "all clips are images, from which a model learns no motion and may forget it; add videos"
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 
 
@@ -117,6 +119,8 @@ def check(
             clip.warnings = (DUPLICATE.format(first.key), *clip.warnings)
         clip.caption = _shown_caption(caption)
         clips.append(clip)
+    if clips and all(clip.path.lower().endswith(IMAGE_EXTENSIONS) for clip in clips if not clip.reason):
+        notes.append(ONLY_IMAGES)
     clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
         source=options.source,
@@ -193,7 +197,7 @@ def _warn_of_text(clip: CheckedClip, is_estimate: bool) -> None:
 
 
 _Task = tuple[Path, *tuple[Any, ...]]
-"""A clip to decode: the path and, unless the whole file is used, `ClipRecord.part`."""
+"""A clip to decode: the path and `ClipRecord.part`, which a rejected clip lacks."""
 
 
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
@@ -203,6 +207,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     """
     file_path, *part = task
     path = str(file_path)
+    if not part:  # of a rejected clip, only the thumbnail and the facts about the file are shown
+        spec = replace(spec, max_frames=1, clip_mode="head")
     result = CheckedClip("", path)
     last = None
     images = FrameWarnings()
@@ -244,8 +250,9 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             result.source = probe(file_path)
         return result
     lengths = {sample.start_seconds: sample.num_frames for sample in result.samples}  # of the windows
+    largest = max((sample.width, sample.height) for sample in result.samples)
     result.source = last.source
-    result.warnings = (*file_warnings(path, last, max(lengths.values()), spec), *images.texts())
+    result.warnings = (*file_warnings(path, last, max(lengths.values()), largest, spec), *images.texts())
     if not path.lower().endswith(IMAGE_EXTENSIONS):
         result.footage = clip_rules.measure_footage(spec, lengths.values(), last.span[1] - last.span[0])
     return result
@@ -286,9 +293,12 @@ def _decode_all(
 
     Equal tasks, such as those of a clip with several captions, are decoded once. Each worker calls `initialize` at its start.
     """
-    distinct = list(dict.fromkeys(filter(None, tasks)))
+    counts = Counter(tasks)
+    distinct = list(filter(None, counts))
     findings: dict[_Task | None, CheckedClip] = {None: CheckedClip("", "")}
-    with progress("clips", len(distinct)) as advance:
+    with progress("clips", len(tasks)) as advance:
+        for _ in range(counts[None]):
+            advance()
         limit = clip_rules.LIMIT_SECONDS
         for index, result in map_isolated(
             decode,
@@ -302,7 +312,8 @@ def _decode_all(
             if isinstance(result, Crash):
                 result = CheckedClip("", str(task[0]), reason=clip_rules.crash_reason(task[0], result))
             findings[task] = result if index < KEPT_THUMBNAILS else replace(result, thumbnail=b"")
-            advance()
+            for _ in range(counts[task]):
+                advance()
     return [findings[task] for task in tasks]
 
 

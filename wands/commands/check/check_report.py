@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from wands.data.clips.clip import ClipSpec
+from wands.data.clips.records import shown_key
 from wands.data.clips.video_file import VideoInfo
 from wands.files import write_text
 from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
@@ -280,7 +281,7 @@ def _clip_table(clips: Sequence[CheckedClip], width: int | None) -> str:
         reasons = [f"REJECTED: {clip.reason}"] if clip.reason else []
         verdict = "; ".join([*reasons, *clip.warnings]) or "fine"
         style = {"rejected": "red", "warned": "yellow", "fine": "green"}[clip.verdict]
-        cells = (clip.key, describe_source(clip), describe_samples(clip))
+        cells = (shown_key(clip.key), describe_source(clip), describe_samples(clip))
         *texts, verdict = (printable(redact(text)) for text in (*cells, verdict))
         table.add_row(*map(Text, texts), Text(verdict, style=style))
     with console.capture() as capture:
@@ -325,6 +326,7 @@ def render_check_page(report: CheckReport) -> str:
         clips=report.clips[:MAX_ROWS],
         num_omitted=len(report.clips) - MAX_ROWS,
         describe_source=describe_source,
+        shown_key=shown_key,
         base64=lambda data: Markup(base64.b64encode(data).decode()),
     )
 

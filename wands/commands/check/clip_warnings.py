@@ -36,6 +36,8 @@ BORDER_SHARE = 0.02
 sum of the two widths is at least the share BORDER_SHARE of the frame, and the two widths differ by at most this share.
 """
 MAX_PLAUSIBLE_FPS = 480  # slow-motion cameras of phones record up to 240, few files are above
+SMALL_SHARE = 0.25
+"""Share of the area of --max-pixels below which a sample has a small frame."""
 SHOWN = 3
 CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
 FROZEN = "near-frozen: few frames show a change ({}); remove the clip, or find such clips with wands measure"
@@ -91,12 +93,16 @@ class FrameWarnings:
         ]
 
 
-def file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
+def file_warnings(
+    path: str, clip: DecodedClip, longest: int, largest: tuple[int, int], spec: ClipSpec
+) -> list[str]:
     """Return warnings about unusual properties of a decoded file, such as a variable frame rate.
 
     `clip` is its last window, whose `variable_fps` and `interlaced` describe all frames. `longest` is the number of frames of the
-    longest sample.
+    longest sample, `largest` width and height of the largest.
     """
+    width, height = largest
+    share = width * height / spec.max_pixels if spec.max_pixels else 1.0
     source = clip.source
     is_image = path.lower().endswith(IMAGE_EXTENSIONS)
     is_slow = source.fps < 0.95 * spec.fps and not is_image
@@ -111,6 +117,8 @@ def file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) ->
         f"ffmpeg -i IN -vf {TO_SDR} OUT": source.hdr,
         _describe_turn(source): source.rotation or source.mirrored,
         f"pixel aspect ratio: {source.sar}, used as {shown} square pixels": source.sar != 1,
+        f"small frame: {width}x{height} is {share:.0%} of the area of --max-pixels {spec.max_pixels}, and clips are not "
+        "scaled up; use a larger clip": share < SMALL_SHARE,
         "becomes a still image: only one frame can be used; use a longer clip": longest == 1 and not is_image,
     }
     return failed_rules(properties)

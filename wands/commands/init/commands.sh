@@ -1,5 +1,17 @@
 # {{ variant.name }}, {{ "full finetune" if options.full else "LoRA" }}, on {{ best.workload.world_size }} x {{ best.task.machine.name }}, with {{ best.ds_name }}. wands init wrote this file.
-# {{ "{:,}".format(report.clips | length) }} clips were decoded{% if report.num_skipped %}, and {{ "{:,}".format(report.num_skipped) }} were not{% endif %}. Rejected clips: {{ "{:,}".format(report.totals()["rejected"]) }}.
+# {{ "{:,}".format(report.clips | length) }} clips were decoded{% if report.num_skipped %}, and {{ "{:,}".format(report.num_skipped) }} were not{% endif %}. Rejected clips: {{ "{:,}".format(rejected | length) }}.
+{% for clip in rejected[:shown] %}
+#   {{ (clip.key | name ~ ": " ~ clip.reason) | text }}
+{% endfor %}
+{% if rejected | length > shown %}
+#   ... and {{ "{:,}".format(rejected | length - shown) }} more, which the first command lists.
+{% endif %}
+{% for kind, count in warnings %}
+# Warning: {{ kind | text }} ({{ "{:,}".format(count) }} of the clips).
+{% endfor %}
+{% for note in report.notes %}
+# Note: {{ note | text }}.
+{% endfor %}
 # The training has {{ "{:,}".format(steps) }} steps. Predictions: {{ time(steps * best.seconds) }}, {{ best.memory.needed | gib }} of GPU memory, {{ best.host | gib }} of host memory in each node.
 {% if options.gpu_memory and not options.hardware %}
 # The time is predicted for the GPU in the first line. If you have another GPU, name it with --hardware, such as rtx3090 or a100-80gb.

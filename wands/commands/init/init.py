@@ -20,6 +20,7 @@ from wands.commands.plan import build_task, describe_smallest, find_model, start
 from wands.config.options import CheckOptions, ClipOptions, InitOptions, PlanOptions
 from wands.config.recipe_loading import load_recipe
 from wands.data.clips.clip import ClipSpec
+from wands.data.clips.records import shown_key
 from wands.data.holdout import HELD_OUT, choose_sides
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
@@ -29,6 +30,8 @@ from wands.planning.hardware import MACHINES
 from wands.planning.memory import to_gib
 from wands.planning.sampling_load import sampling_load
 from wands.planning.search import Candidate, Task, machine_here, search
+from wands.preprocess.clip_rules import count_problems
+from wands.preprocess.preprocess_report import SHOWN_REJECTIONS
 from wands.sampling.requests import SampleRequest, build_requests
 from wands.texts import format_seconds, printable
 from wands.variants import VARIANTS, Variant
@@ -112,8 +115,10 @@ def init(options: InitOptions) -> str:
     steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
-    facts = dict(options=options, report=report, clip=clip, sample=sample, held=held, clips=clips)
+    is_default = options.model == InitOptions.model_fields["model"].default
+    facts = dict(options=options, is_default=is_default, report=report, clip=clip, sample=sample, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
+    facts |= _problems_of(report)
     facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
     texts = _render(facts)
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
@@ -121,6 +126,13 @@ def init(options: InitOptions) -> str:
     for file, text in zip(FILES, texts, strict=True):
         write_text(out / file, text + "\n")
     return texts[1]
+
+
+def _problems_of(report: CheckReport) -> dict[str, Any]:
+    """Return the rejected clips, and the number of clips with each kind of warning, for the comments of the commands."""
+    warnings = ((clip.path, text) for clip in report.clips for text in clip.warnings)
+    rejected = [clip for clip in report.clips if clip.reason]
+    return {"rejected": rejected, "warnings": count_problems(warnings), "shown": SHOWN_REJECTIONS}
 
 
 def _refuse_existing(out: Path, given: Path) -> None:
@@ -177,6 +189,7 @@ def _render(facts: dict[str, Any]) -> list[str]:
     """Return the texts of the files that have a template."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
     environment.filters |= {"json": _to_yaml, "quote": shlex.quote, "gib": to_gib, "text": printable}
+    environment.filters["name"] = shown_key
     return [environment.get_template(name).render(facts, time=format_seconds) for name in FILES[:2]]
 
 

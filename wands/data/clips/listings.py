@@ -204,6 +204,7 @@ def _scan_rows(
             yield reject(place, table, row)
             continue
         video, _ = source.pick(row)
+        path: Any = video or table
         listing.other_files |= _files_in_other_columns(row, video, folders)
         try:
             if not isinstance(video, str) or not video.strip():
@@ -214,7 +215,7 @@ def _scan_rows(
                 captions = source.check_captions(source.pick_caption(part), place)
                 yield from records_of_clip(name, path, captions, place, part, folders, source.files)
         except DataError as error:
-            yield reject(place, video or table, error)
+            yield reject(place, path, error)
 
 
 def _files_in_other_columns(row: dict[str, Any], video: object, folders: tuple[Path, ...]) -> set[str]:

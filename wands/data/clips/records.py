@@ -245,6 +245,11 @@ def safe_name(name: str) -> str:
     return name.replace("#", "%23")
 
 
+def shown_key(key: str) -> str:
+    """Return a key as a person knows it from the name of the file: "%23" becomes "#"."""
+    return key.replace("%23", "#")
+
+
 def clip_key(name: str) -> str:
     """Return the key of the clip with this name (path relative to the source). The key does not contain the extension."""
     return safe_name(str(PurePosixPath(name).with_suffix("")))
