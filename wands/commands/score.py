@@ -41,6 +41,7 @@ def score(options: ScoreOptions) -> str:
     encoder = WanVideoEncoder.load(options.model, accelerator_type()) if options.model else None
     pairs = [(video, clips.get(video.stem) or clips.get(_prompt(video))) for video in videos]
     rows = [_score_video(video, clip, encoder) for video, clip in pairs if clip]
+    unmatched = [str(video) for video, clip in pairs if not clip]
     if not rows:
         raise ConfigError(
             f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. "
@@ -49,12 +50,14 @@ def score(options: ScoreOptions) -> str:
         )
     if options.json_path:
         write_text(options.json_path, json.dumps([json.loads(to_line(row)) for row in rows], indent=2))
-    names = ("SSIM", "PSNR", "latent_correlation")
+    names = ("SSIM", "PSNR", "latent_correlation") if encoder else ("SSIM", "PSNR")
     means = {name: sum(row[name] for row in rows) / len(rows) for name in names}
     lines = ["  ".join(f"{name:>{len(name)}}" for name in (*names, "sample, reference"))]
     for row in [*rows, {"sample": "mean", "reference": f"{len(rows)} of {len(videos)} samples", **means}]:
         numbers = "  ".join(f"{row[name]:>{len(name)}.3f}" for name in names)
         lines.append(f"{numbers}  {row['sample']}, {row['reference']}")
+    if unmatched:
+        lines.append(f"without a reference clip in {options.reference}: {', '.join(unmatched)}")
     return "\n".join(lines)
 
 

@@ -52,9 +52,11 @@ def test_numbers_of_pairs_by_file_name(tmp_path: Path):
     assert rows[1]["SSIM"] < 0.9
     assert rows[1]["latent_correlation"] is None
     lines = text.splitlines()
-    assert lines[0].split() == ["SSIM", "PSNR", "latent_correlation", "sample,", "reference"]
+    assert lines[0].split() == ["SSIM", "PSNR", "sample,", "reference"]  # without --model, there are no latents
+    assert "nan" not in text
     assert lines[2].split()[:2] == [f"{rows[1]['SSIM']:.3f}", f"{psnr:.3f}"]
-    assert lines[-1].endswith("mean, 2 of 3 samples")
+    assert lines[-2].endswith("mean, 2 of 3 samples")
+    assert lines[-1] == f"without a reference clip in {clips}: {samples / 'deep' / 'other.mp4'}"
 
 
 def test_pairs_by_caption_and_frames_that_differ(tmp_path: Path):
@@ -98,7 +100,10 @@ def test_latents(tmp_path: Path, tiny_pipeline: Path):
     for folder, seed in ((samples, 0), (clips, 3)):
         save_video(folder / "a.mp4", movie(seed), 16)
         save_video(folder / "same.mp4", movie(1), 16)
-    encoded = [row["latent_correlation"] for row in run(samples, clips, model=str(tiny_pipeline))[1]]
+    text, rows = run(samples, clips, model=str(tiny_pipeline))
+    assert text.splitlines()[0].split()[:3] == ["SSIM", "PSNR", "latent_correlation"]
+    assert text.splitlines()[-1].endswith("mean, 2 of 2 samples")
+    encoded = [row["latent_correlation"] for row in rows]
     assert encoded[1] == pytest.approx(1)
     assert encoded[0] < 0.99
 
