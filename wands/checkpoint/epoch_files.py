@@ -112,6 +112,12 @@ def _read_epoch(checkpoint: Checkpoint, bins_per_step: int) -> dict[str, Any]:
     return vars(epoch)
 
 
+def trained_samples(checkpoint: Checkpoint) -> set[tuple[str, int]]:
+    """Return (key, CRC-32) of the training samples in the epoch of a checkpoint. CheckpointError if its plan is damaged."""
+    steps = _read_epoch(checkpoint, checkpoint.state.recipe["train"]["bins_per_step"])["steps"]
+    return {(key, crc32) for step in steps for bin in step for key, _, crc32 in bin}
+
+
 def follow_data(
     sampler: PlanSampler, data: Dataset, checkpoint: Checkpoint, fingerprint: str
 ) -> tuple[PlanSampler, str | None]:

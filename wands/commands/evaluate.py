@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,21 @@ from typing import Any
 import torch
 
 from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
+from wands.checkpoint.epoch_files import trained_samples
 from wands.checkpoint.resume import check_objective, restore_objective
 from wands.config.options import EvaluateOptions
 from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import init_process_group, start_together
 from wands.distributed.dims import ProcessGroups
 from wands.engine.engine import attention_backend, build_model
-from wands.errors import ConfigError
+from wands.errors import CheckpointError, ConfigError
 from wands.files import write_text
 from wands.plugin import load_plugins
 from wands.texts import plural
 from wands.train.evaluation import Row, measure, summarize
-from wands.train.evaluation_plan import HELD_OUT, plan_cache
+from wands.train.evaluation_plan import HELD_OUT, EvaluationPlan, plan_cache
 from wands.train.prepare import prepare_run
+from wands.train.prepared_run import PreparedRun
 from wands.variants import check_extra
 
 
@@ -89,7 +92,17 @@ def evaluate(options: EvaluateOptions) -> str | None:
         step = checkpoint.state.step if checkpoint else None
         facts = {"step": step, "weights": "ema" if options.ema else "raw", **row}
         write_text(options.json_path, json.dumps(facts | plan.model_dump(include={"clips"})))
-    return _loss_table(row, len(plan.clips))
+    known = _trained_clips(checkpoint, run, plan) if checkpoint else set()
+    return _loss_table(row, len(plan.clips), len(known))
+
+
+def _trained_clips(checkpoint: Checkpoint, run: PreparedRun, plan: EvaluationPlan) -> set[str]:
+    """Return the keys of the evaluated clips that the run of a checkpoint trains on, empty if its list of samples is damaged."""
+    trained: set[tuple[str, int]] = set()
+    with suppress(CheckpointError):
+        trained = trained_samples(checkpoint)
+    samples = zip(run.data.keys, run.data.checksums.tolist(), strict=True)
+    return {clip.key for clip in plan.clips} & {key for key, crc32 in samples if (key, crc32) in trained}
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
@@ -111,8 +124,13 @@ def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def _loss_table(row: Row, num_clips: int) -> str:
+def _loss_table(row: Row, num_clips: int, num_trained: int) -> str:
     lines = [f"loss {row[HELD_OUT]:.5f} of {plural(num_clips, 'clip')}"]
+    if num_trained:
+        lines.append(
+            f"WARNING: the run trains on {num_trained:,} of these clips, so that the loss does not show whether it learns more "
+            "than these clips; evaluate a cache of other clips"
+        )
     for field, buckets in row["by"].items():
         for bucket in buckets:
             name = f"{bucket['name']} (sigma {bucket['sigma']:.3f})"

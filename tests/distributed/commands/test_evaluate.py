@@ -57,6 +57,9 @@ def test_it_is_the_evaluation_of_the_run(
         own = dict(zip((clip["key"] for clip in found["clips"]), found["losses"], strict=True))
         keys = [clip["key"] for clip in plan["clips"] if clip["side"] == "held_out"]
         assert [own[key] for key in keys] == pytest.approx(expected["losses"][: len(keys)], rel=2e-6)
+        assert "WARNING" not in text
+    of_train = worlds[world_size].run(of_cache, tmp_path / "run", train, tmp_path / "train.json", False)[0]
+    assert "\nWARNING: the run trains on 4 of these clips" in of_train
     assert found["weights"] == "ema"
     assert found["step"] == 2
     # Before training: the model itself, with the noise levels of the defaults.
