@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -84,6 +84,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
     if left_out:
         log.warning("these files are not part of a model and are left out: %s", ", ".join(left_out))
     if options.dry_run:
+        card = _card_text(directory, options.repo_id, record, contents, lambda base: "apache-2.0")
+        log.info("the model card, whose license will be that of the base model:\n\n%s", card or "README.md stays as it is")
         return f"dry run: nothing was sent to {options.repo_id}"
     hub = connect(options.repo_id, token, options.endpoint)
     hub = open_repository(hub, public=options.public, revision=options.revision)
@@ -186,11 +188,8 @@ def _license_of(base: str, hub: Hub) -> str:
 def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: FolderContents) -> None:
     """Write README.md and, if the record has losses, loss.png into the folder, unless it has a README.md of the user."""
     path = directory / "README.md"
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else model_card.MARKER
-    except OSError as error:
-        raise WandsError(f"{path} cannot be read ({one_line(error)}); fix or remove this file.") from error
-    if model_card.MARKER not in text:
+    text = _card_text(directory, hub.repo_id, record, contents, partial(_license_of, hub=hub))
+    if text is None:
         log.info("%s was not written by wands and is kept", path)
         return
     points = model_card.loss_points(record)
@@ -198,9 +197,27 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
         curves = {"train": points, "held-out": record.get("held_out")}
         series = {name: ([x for x, _ in rows], [y for _, y in rows]) for name, rows in curves.items() if rows}
         save_loss_plot(directory / model_card.LOSS_FILE, series, marks=record.get("events") or {})
-    license_id = _license_of(str(record.get("base", "")), hub)
     # A README.md that is a link is replaced by a file; the target of the link is kept.
-    write_text(path, model_card.build_card(directory, hub.repo_id, record, contents, license_id))
+    write_text(path, text)
+
+
+def _card_text(
+    directory: Path,
+    repo_id: str,
+    record: Mapping[str, Any],
+    contents: FolderContents,
+    find_license: Callable[[str], str],
+) -> str | None:
+    """Return the model card, or None if the folder has a README.md of the user. `find_license` gets the base model."""
+    path = directory / "README.md"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else model_card.MARKER
+    except OSError as error:
+        raise WandsError(f"{path} cannot be read ({one_line(error)}); fix or remove this file.") from error
+    if model_card.MARKER not in text:
+        return None
+    license_id = find_license(str(record.get("base", "")))
+    return model_card.build_card(directory, repo_id, record, contents, license_id)
 
 
 def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -719,7 +719,8 @@ class PushOptions(Options):
     """Run folder of the training that produced DIRECTORY, or a step folder such as RUN/checkpoints/step_00001000. If
     DIRECTORY lacks facts for the model card, such as the training step, wands reads these facts from this folder."""
     dry_run: bool = False
-    """List the files that would be uploaded and the files that are left out, and stop. Nothing is written or sent."""
+    """List the files that would be uploaded and the files that are left out, show the model card, and stop. Nothing is
+    written or sent."""
 
 
 class ConvertOptions(Options):

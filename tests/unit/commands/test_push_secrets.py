@@ -85,6 +85,8 @@ def test_the_list_is_shown_before_the_upload(
     assert "3 files to upload, 0.1 MB, and the model card:" in shown
     assert "30,000  vae/weights.safetensors" in shown
     assert "left out: deploy.pem, id_rsa" in shown
+    assert "library_name: diffusers" in shown  # the model card
+    assert NAME in shown[shown.index("library_name") :]
     caplog.clear()
     hub.fail("info", 403)
     with pytest.raises(WandsError, match="HTTP 403"):
