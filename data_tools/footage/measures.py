@@ -29,6 +29,8 @@ AREA = 399_360
 """Area in pixels (832 x 480) to which frames are scaled before their sharpness is measured. Frames keep their aspect ratio."""
 SPEC = ClipSpec(fps=8.0, max_pixels=AREA, max_frames=16, clip_mode="slide", frame_stride=1)
 """Frames that are decoded to measure a clip: 8 frames per second, in windows of 2 seconds."""
+QUANTILES = (5, 10, 25, 50)
+"""Percentages of the clips for which the summary names the value below which they are, to choose the threshold of a --where."""
 EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
 """Values of the measured columns for a clip that cannot be decoded."""
 
@@ -90,6 +92,18 @@ def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[
     return found
 
 
+def describe_quantiles(columns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each measured number, such as "motion of the clips: 5 % below 0.004, 10 % below 0.012"."""
+    lines = []
+    for name in ("motion", "sharpness", "brightness"):
+        values = [row[name] for row in columns if row[name] is not None]
+        if values:
+            numbers = zip(QUANTILES, np.percentile(values, QUANTILES), strict=True)
+            shares = ", ".join(f"{percent} % below {value:.3g}" for percent, value in numbers)
+            lines.append(f"{name} of the clips: {shares}")
+    return lines
+
+
 def measure_clips(options: MeasureOptions) -> str:
     """Run `wands measure`: write the table, and return a summary with the reason of each clip that cannot be measured.
 
@@ -120,5 +134,6 @@ def measure_clips(options: MeasureOptions) -> str:
         results[name]["columns"]["duplicate_of"] = clips[first].key
     columns = [EMPTY | results[name].get("columns", {}) for name in names]
     write_table(out, [table_row(record, out, **row) for record, row in zip(records, columns, strict=True)])
+    lines += describe_quantiles(columns)
     counts = f"{plural(num_decoded, 'clip')} decoded now, {plural(len(found), 'near-duplicate')}"
     return safe_lines("\n".join([*lines, f"{plural(len(records), 'row')} in {out}: {counts}"]))

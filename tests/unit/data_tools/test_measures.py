@@ -137,6 +137,17 @@ def test_duplicates_of_duplicates_name_the_first_clip():
     assert measures.find_duplicates(hashes, 0) == {}
 
 
+def test_quantiles_say_how_many_clips_a_threshold_rejects():
+    rows = [
+        dict(measures.EMPTY),
+        *({"motion": i / 100, "sharpness": None, "brightness": 0.5} for i in range(101)),
+    ]
+    assert measures.describe_quantiles(rows) == [
+        "motion of the clips: 5 % below 0.05, 10 % below 0.1, 25 % below 0.25, 50 % below 0.5",
+        "brightness of the clips: 5 % below 0.5, 10 % below 0.5, 25 % below 0.5, 50 % below 0.5",
+    ]
+
+
 def test_table_of_a_folder(tmp_path: Path, in_process: list[str]):
     films = tmp_path / "films"
     films.mkdir()
@@ -165,7 +176,8 @@ def test_table_of_a_folder(tmp_path: Path, in_process: list[str]):
     assert "not measured: d: video=" in summary
     assert "none.mp4: no such file" in summary
     assert "5 rows in" in summary
-    assert "4 clips decoded now, 1 near-duplicates" in summary
+    assert "\nmotion of the clips: 5 % below 0" in summary
+    assert "4 clips decoded now, 1 near-duplicate" in summary
     # A second call decodes what is new, changed or damaged. An interrupted call has left half a line.
     work = out.with_suffix(".measures.jsonl")
     work.write_text("".join(work.read_text().splitlines(keepends=True)[:2]) + '{"clip": "cut off')
