@@ -73,8 +73,22 @@ def next_commands(out: Path, command: str, row: Mapping[str, Any], lora: bool) -
     flags = {"height": "--height", "width": "--width", "num_frames": "--frames"}
     shape = [text for name, flag in flags.items() for text in (flag, str(row[name]))]
     names = ("image", "last_image")
-    images = [text for name in names if name in row for text in (f"--{name.replace('_', '-')}", str(out / row[name]))]
-    sample = ["--prompt", row["prompt"], *shape, *images, "--guidance", "1", "--out", str(out / "more_samples")]
+    images = [
+        text
+        for name in names
+        if name in row
+        for text in (f"--{name.replace('_', '-')}", str(out / row[name]))
+    ]
+    sample = [
+        "--prompt",
+        row["prompt"],
+        *shape,
+        *images,
+        "--guidance",
+        "1",
+        "--out",
+        str(out / "more_samples"),
+    ]
     return [
         [command, "infer", "--model", *model, *sample],
         [command, "push", exported, "you/your-model", "--dry-run"],

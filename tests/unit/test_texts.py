@@ -146,7 +146,12 @@ def test_reports_of_clips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_is_singular() -> None:
-    assert [plural(number, "clip") for number in (0, 1, 2, 1280)] == ["0 clips", "1 clip", "2 clips", "1,280 clips"]
+    assert [plural(number, "clip") for number in (0, 1, 2, 1280)] == [
+        "0 clips",
+        "1 clip",
+        "2 clips",
+        "1,280 clips",
+    ]
 
 
 def test_a_process_logs_safe_texts(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def infer(
     if source.variant.boundary_ratio is not None:
         for lora in source.loras:
             log.info("%s: %s", lora.label, "; ".join(map(str, lora.files)))
-    log.info("sampling %s on %s with %s", plural(len(requests), "video"), device, source.dits["transformer"].label)
+    log.info(
+        "sampling %s on %s with %s", plural(len(requests), "video"), device, source.dits["transformer"].label
+    )
     with start_together():
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         extra = _encode_inputs(source, requests, files, device)

@@ -85,7 +85,10 @@ def push(options: PushOptions, token: str | None = None) -> str:
         log.warning("these files are not part of a model and are left out: %s", ", ".join(left_out))
     if options.dry_run:
         card = _card_text(directory, options.repo_id, record, contents, lambda base: "apache-2.0")
-        log.info("the model card, whose license will be that of the base model:\n\n%s", card or "README.md stays as it is")
+        log.info(
+            "the model card, whose license will be that of the base model:\n\n%s",
+            card or "README.md stays as it is",
+        )
         return f"dry run: nothing was sent to {options.repo_id}"
     hub = connect(options.repo_id, token, options.endpoint)
     hub = open_repository(hub, public=options.public, revision=options.revision)

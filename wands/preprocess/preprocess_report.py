@@ -66,7 +66,9 @@ class PreprocessReport:
     quarantine: Path | None = None
 
     def __str__(self) -> str:
-        lines = [printable(f"  {shown_key(item.key)}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
+        lines = [
+            printable(f"  {shown_key(item.key)}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]
+        ]
         if len(self.rejected) > SHOWN_REJECTIONS:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
         listed = f", listed in {REJECTS_NAME}:" if self.rejected else ""
@@ -76,21 +78,29 @@ class PreprocessReport:
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
         lines.append(f"{self.out}: {plural(self.num_accepted, 'sample')} for {self.variant}{reused}")
         lines.append(token_histogram(self.tokens))
-        lines.append(f"  {self.num_bytes:,} bytes in {plural(self.num_shards, 'shard')}, {self.seconds:.1f} s")
+        lines.append(
+            f"  {self.num_bytes:,} bytes in {plural(self.num_shards, 'shard')}, {self.seconds:.1f} s"
+        )
         if self.waited is not None:
             by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
             lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
         if self.footage:
             lines.append(describe_footage(np.sum([*self.footage.values()], axis=0)))
             unused = sorted(self.footage.items(), key=lambda item: item[1][0] - item[1][2])[:SHOWN_CLIPS]
-            lines += [f"  {shown_key(key)}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]]
+            lines += [
+                f"  {shown_key(key)}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]
+            ]
         if self.still_clips:
             names = ", ".join(map(shown_key, self.still_clips[:SHOWN_CLIPS]))
             videos = plural(len(self.still_clips), "video")
             lines.append(f"{videos} with one usable frame became still images: {names}; use longer clips")
         lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]
         notes = [
-            (self.num_relabelled, "sample", "with kept latents, because only the caption or the clip's name is new"),
+            (
+                self.num_relabelled,
+                "sample",
+                "with kept latents, because only the caption or the clip's name is new",
+            ),
             (
                 self.num_left_out,
                 "sample",

@@ -179,8 +179,9 @@ def _sample_grid(runs: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, A
         "steps": the columns. Several runs have those that all runs have sampled, if there are two or more.
         "prompts": key and text of each row.
         "start": description of the weights at step 0.
-        "cells": maps (key of the prompt, step, index of the run) to the rows of samples.jsonl, each with a "label" of the weights,
-            an "image" (data URI or None) and a "link" (URI of the video, or "" if it is neither embedded nor inside `folder`).
+        "cells": maps (key of the prompt, step, index of the run) to the rows of samples.jsonl, each with a "label" of the
+            weights, an "image" (data URI or None) and a "link" (URI of the video, or "" if it is neither embedded nor inside
+            `folder`).
     """
     starts = [describe_start(run["recipe"]) for run in runs]
     of_runs = [{row["step"] for row in run["samples"]} for run in runs]

@@ -140,7 +140,8 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
     frames: np.ndarray = next(iter(decode_clip(clip, spec))).frames
     if len(frames) < 5:
         raise DataError(
-            f"--clip={clip} has {plural(len(frames), 'frame')} at {variant.fps} fps, but at least 5 frames are needed; use a longer clip."
+            f"--clip={clip} has {plural(len(frames), 'frame')} at {variant.fps} fps, but at least 5 frames are "
+            "needed; use a longer clip."
         )
     return frames
 

@@ -52,7 +52,12 @@ def test_numbers_of_pairs_by_file_name(tmp_path: Path):
     assert rows[1]["SSIM"] < 0.9
     assert rows[1]["latent_correlation"] is None
     lines = text.splitlines()
-    assert lines[0].split() == ["SSIM", "PSNR", "sample,", "reference"]  # without --model, there are no latents
+    assert lines[0].split() == [
+        "SSIM",
+        "PSNR",
+        "sample,",
+        "reference",
+    ]  # without --model, there are no latents
     assert "nan" not in text
     assert lines[2].split()[:2] == [f"{rows[1]['SSIM']:.3f}", f"{psnr:.3f}"]
     assert lines[-2].endswith("mean, 2 of 3 samples")

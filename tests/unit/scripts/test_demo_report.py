@@ -285,7 +285,7 @@ def test_the_minutes_come_before_the_set_up(tmp_path: Path):
 @pytest.mark.parametrize("variant", ["wan2.1-t2v-1.3b", "wan2.1-i2v-14b", "wan2.1-flf2v-14b"])
 def test_the_next_commands_have_all_that_they_need(variant: str, lora: bool, tmp_path: Path):
     taken = demo_report.frames_taken(cache_contract(VARIANTS[variant])["conditions"])
-    row = {"prompt": "a man's \"car\"", "height": 96, "width": 128, "num_frames": 9, "seed": 0}
+    row = {"prompt": 'a man\'s "car"', "height": 96, "width": 128, "num_frames": 9, "seed": 0}
     row |= {name: f"pictures/000-{name}.png" for name in taken}
     infer, push = demo_report.next_commands(tmp_path, "wands", row, lora)
     for program, name, *arguments in (infer, push):
@@ -302,7 +302,11 @@ def test_the_next_commands_have_all_that_they_need(variant: str, lora: bool, tmp
 
 @pytest.mark.parametrize(("held_out", "overfits"), [(1.4, True), (0.5, False)])
 def test_an_overfit_is_called_one(held_out: float, overfits: bool, capsys: pytest.CaptureFixture):
-    rows = [{"train": 1.0, "held_out": 1.1}, {"train": 0.5, "held_out": None}, {"train": 0.4, "held_out": held_out}]
+    rows = [
+        {"train": 1.0, "held_out": 1.1},
+        {"train": 0.5, "held_out": None},
+        {"train": 0.4, "held_out": held_out},
+    ]
     demo_report.print_evaluations(rows)
     lines = capsys.readouterr().out.splitlines()
     assert "trained clips 1.000 -> 0.400, other parts of the same films 1.100 ->" in lines[0]

@@ -34,6 +34,10 @@ def test_an_outside_objective_is_named(tiny_pipeline: Path, tmp_path: Path):
 @pytest.mark.parametrize(("norm", "text"), [(0.0, "grad 0 (no weight is trained)  "), (1e-9, "grad 0.000  ")])
 def test_a_gradient_of_zero_is_named(norm: float, text: str):
     names = ("step", "loss", "lr", "samples", "tokens", "tokens_per_second", "seconds", "data_wait", "tflops")
-    row = dict.fromkeys((*names, "fill", "imbalance"), 1) | {"mfu": None, "grad_norm": norm, "eta_seconds": 3661.2}
+    row = dict.fromkeys((*names, "fill", "imbalance"), 1) | {
+        "mfu": None,
+        "grad_norm": norm,
+        "eta_seconds": 3661.2,
+    }
     assert text in describe_step(row, 4)
     assert describe_step(row, 4).endswith("  1:01:01 left")

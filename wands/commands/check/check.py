@@ -119,8 +119,6 @@ def check(
             clip.warnings = (DUPLICATE.format(first.key), *clip.warnings)
         clip.caption = _shown_caption(caption)
         clips.append(clip)
-    if clips and all(clip.path.lower().endswith(IMAGE_EXTENSIONS) for clip in clips if not clip.reason):
-        notes.append(ONLY_IMAGES)
     clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
         source=options.source,
@@ -132,7 +130,7 @@ def check(
         packing=_forecast(options, clips, variant),
         num_skipped=num_clips - len(clips),
         seconds=time.monotonic() - started,
-        notes=tuple(notes),
+        notes=(*notes, *_notes_of(clips)),
         columns=columns,
         thresholds=Filter(options.where).thresholds if options.where else (),
     )
@@ -156,6 +154,11 @@ def _read_clips(
     if num_masked := sum(row.mask is not None for row in rows):
         notes.append(f"{num_masked:,} of {len(rows):,} clips have a mask")
     return rows, rejections
+
+
+def _notes_of(clips: Sequence[CheckedClip]) -> list[str]:
+    paths = [clip.path.lower() for clip in clips if not clip.reason]
+    return [ONLY_IMAGES] if paths and all(path.endswith(IMAGE_EXTENSIONS) for path in paths) else []
 
 
 def _rejected_clips(rejections: Sequence[Rejection], findings: Sequence[CheckedClip]) -> list[CheckedClip]:

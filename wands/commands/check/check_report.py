@@ -236,7 +236,9 @@ class CheckReport:
         if plan is None or plan.problem:
             return plan.problem if plan else "no sample"
         bins = f"bins of {plan.max_tokens:,} tokens are {plan.fill:.1%} full"
-        return f"{bins}, {plural(plan.steps_per_epoch, 'step')} of {plural(plan.bins_per_step, 'bin')} per epoch"
+        return (
+            f"{bins}, {plural(plan.steps_per_epoch, 'step')} of {plural(plan.bins_per_step, 'bin')} per epoch"
+        )
 
 
 def describe_source(clip: CheckedClip) -> str:

@@ -115,10 +115,9 @@ def init(options: InitOptions) -> str:
     steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
-    is_default = options.model == InitOptions.model_fields["model"].default
-    facts = dict(options=options, is_default=is_default, report=report, clip=clip, sample=sample, held=held, clips=clips)
+    facts = dict(options=options, report=report, clip=clip, sample=sample, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
-    facts |= _problems_of(report)
+    facts |= _describe_input(options, report)
     facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
     texts = _render(facts)
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
@@ -128,11 +127,15 @@ def init(options: InitOptions) -> str:
     return texts[1]
 
 
-def _problems_of(report: CheckReport) -> dict[str, Any]:
-    """Return the rejected clips, and the number of clips with each kind of warning, for the comments of the commands."""
+def _describe_input(options: InitOptions, report: CheckReport) -> dict[str, Any]:
+    """Return facts for comments: whether the model is the default, rejected clips, and numbers of clips with each warning."""
     warnings = ((clip.path, text) for clip in report.clips for text in clip.warnings)
-    rejected = [clip for clip in report.clips if clip.reason]
-    return {"rejected": rejected, "warnings": count_problems(warnings), "shown": SHOWN_REJECTIONS}
+    return {
+        "is_default": options.model == InitOptions.model_fields["model"].default,
+        "rejected": [clip for clip in report.clips if clip.reason],
+        "warnings": count_problems(warnings),
+        "shown": SHOWN_REJECTIONS,
+    }
 
 
 def _refuse_existing(out: Path, given: Path) -> None:
