@@ -82,8 +82,8 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
                 tokens = model.generate(**inputs, max_new_tokens=options.max_tokens, **sampling)
         except Exception as error:  # too little memory, or a rule of this model
             raise ConfigError(
-                f"--model={options.model} cannot caption {plural(len(clips), 'clip')} of {plural(len(clips[0]), 'image')} ({one_line(error)}); lower "
-                "--batch, --frames or --max-side, or choose another model"
+                f"--model={options.model} cannot caption {plural(len(clips), 'clip')} of {plural(len(clips[0]), 'image')} "
+                f"({one_line(error)}); lower --batch, --frames or --max-side, or choose another model"
             ) from None
         tokens = tokens[:, inputs["input_ids"].shape[1] :]
         ends = model.generation_config.eos_token_id
