@@ -63,7 +63,7 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
     text = (project / "recipe.yaml").read_text()
     recipe = load_recipe(project / "recipe.yaml")
     # 7 latent frames of 8 x 12 latent pixels, 24 tokens each
-    assert re.search(r"has 168 tokens: c.*end, 25 frames of 96x64\.", text)
+    assert re.search(r"has 168 tokens: c #1: end, 25 frames of 96x64\.", text)
     assert recipe.packing.max_tokens >= 168
     assert (recipe.data.cache, recipe.output_dir) == (str(project / "cache"), str(project / "run"))
     assert recipe.lora
@@ -138,7 +138,7 @@ def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Pat
     assert "lower --max-frames or --max-pixels, or use more or larger GPUs." in small
     large = run(*new, "--gpu-memory", 8, "--height", 1440, "--width", 2560, "--full", exit_code=2).stderr
     assert "clips of up to 57,600 tokens" in large
-    assert "the longest sample is c %231: end, 13 frames of 2560x1440; lower" in large
+    assert "the longest sample is c #1: end, 13 frames of 2560x1440; lower" in large
     assert "remove --full, or use" in large
     (tmp_path / "none").mkdir()
     shutil.copy(clips / "bad.mp4", tmp_path / "none")

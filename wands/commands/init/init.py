@@ -105,7 +105,7 @@ def init(options: InitOptions) -> str:
     best = _fastest(tasks, samples, machine.gpus)
     if best is None:
         fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * options.full}or use more or larger GPUs."
-        longest = f"the longest sample is {clip.key}, {sample.num_frames} frames of {sample.width}x{sample.height}; "
+        longest = f"the longest sample is {shown_key(clip.key)}, {sample.num_frames} frames of {sample.width}x{sample.height}; "
         raise ConfigError(describe_smallest(tasks[0], longest + fix))
 
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
