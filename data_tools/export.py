@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tarfile
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote
@@ -71,20 +72,17 @@ def _write(cache: LatentCache, out: Path, format: str, max_bytes: int, lock: Wri
         }
         (temporary / EXPORT_NAME).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         (temporary / NULL_NAME).write_bytes(save({"text_embeds": cache.null_text_embeds.contiguous()}))
-        with progress("samples", len(cache)) as advance:
-            tars = _Tars(temporary, max_bytes) if format == "webdataset" else None
+        with progress("samples", len(cache)) as advance, closing(_Tars(temporary, max_bytes)) as tars:
             for i in range(len(cache)):
                 name = file_name(i, cache.keys[i])
                 meta = cache.meta(i)
                 content = _to_bytes(cache, i)
-                if tars:
+                if format == "webdataset":
                     metadata = {"key": cache.keys[i], "crc32": f"{cache.index.crc32[i]:08x}", **meta}
                     tars.add(name, content, str(meta.get("caption") or ""), json.dumps(metadata))
                 else:
                     (temporary / f"{name}.safetensors").write_bytes(content)
                 advance()
-            if tars:
-                tars.close()
         os.sync()
         lock.check()
         publish(temporary, out)

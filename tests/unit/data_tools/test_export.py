@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import pickle
@@ -30,7 +31,7 @@ from tests.unit.data_tools.test_verify import (
 )
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.encoders.text import TextEncoder
-from wands.errors import ConfigError, DataError
+from wands.errors import CacheError, ConfigError, DataError
 
 KEYS = ["a", "clip/b.mp4", "../up", "ünï 视频", "x" * 300, "no\udcff text", "tab\tand\nline"]
 
@@ -298,3 +299,17 @@ def test_a_musubi_cache_of_another_model_or_kind_is_refused(tiny_pipeline: Path,
     export_cache(tmp_path / "c", tmp_path / "e", "safetensors")
     with pytest.raises(ConfigError, match="is not needed"):
         import_cache(tmp_path / "e", tmp_path / "back", str(tiny_pipeline))
+
+
+def test_a_full_disk_leaves_no_open_tar(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tars: list[tarfile.TarFile] = []
+
+    def full(self: tarfile.TarFile, *_: object) -> None:
+        tars.append(self)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    with pytest.raises(CacheError, match="No space left"):
+        export_cache(cache, tmp_path / "out", "webdataset")
+    assert [tar.closed and tar.fileobj.closed for tar in tars] == [True]
+    assert list(tmp_path.glob("*out*")) == []
