@@ -65,11 +65,24 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
         general = config.pop("general", {})
         if not (sections and all(isinstance(part, dict) for part in [general, *sections])):
             raise ValueError("no section [[datasets]] or [[directory]]")
+        _refuse_subsets(file, sections)
         return _scan(source, config | general, sections)
     except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         if parse is json.loads:  # a table
             return None
         raise DataError(f"SOURCE={file} is not a dataset config ({one_line(error)}); fix the file") from None
+
+
+def _refuse_subsets(file: Path, sections: list[_Settings]) -> None:
+    """Raise DataError for a configuration of kohya's sd-scripts, whose sections have subsets."""
+    subsets = [subset for section in sections for subset in section.get("subsets") or ()]
+    if subsets:
+        folders = dict.fromkeys(str(subset.get("image_dir", "")) for subset in subsets)
+        named = printable(", ".join(filter(None, folders)))[:500] or "none"
+        raise DataError(
+            f"SOURCE={file} is a configuration of kohya's sd-scripts ([[datasets.subsets]]), which is not read; pass the folder "
+            f"of a subset as SOURCE (image_dir: {named}), and use data.sources[].repeat in the recipe for num_repeats"
+        )
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:

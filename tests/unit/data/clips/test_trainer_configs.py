@@ -352,3 +352,15 @@ def test_other_json_files_are_tables(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "datasets.mp4", tmp_path / "datasets")
     write(table, {"datasets": ["a caption"]})
     assert [row.caption for row in load_source(str(table))[0]] == ["a caption"]
+
+
+def test_a_config_of_sd_scripts_has_its_own_message(tmp_path: Path) -> None:
+    path = tmp_path / "dataset.toml"
+    path.write_text(
+        "[general]\ncaption_extension = '.txt'\n[[datasets]]\nresolution = 512\n"
+        "[[datasets.subsets]]\nimage_dir = 'cats'\nnum_repeats = 10\n[[datasets.subsets]]\nimage_dir = 'dogs'\n"
+    )
+    with pytest.raises(DataError, match="configuration of kohya's sd-scripts") as caught:
+        load_source(str(path))
+    assert "(image_dir: cats, dogs)" in str(caught.value)
+    assert "data.sources[].repeat" in str(caught.value)
