@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import time
 from collections import defaultdict
@@ -89,6 +90,10 @@ def _record(training: Training, first: int, number: int) -> Iterator[None]:
     memory = torch.cuda.memory
     ring = training.groups.ring
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    if (
+        not on_gpu
+    ):  # libkineto's lines "USDT: ... profiler_start"; on a GPU, the level would also hide its errors
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with contextlib.ExitStack() as stack:
         for engine in training.engines.values():
             _name_parts(engine, stack)

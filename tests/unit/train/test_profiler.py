@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +122,21 @@ def test_a_cpu_has_no_snapshots(calls: list[tuple[str, Any]], tmp_path: Path):
     assert list(profiled_steps(found, range(1, 6), 0)) == [1, 2, 3, 4, 5]
     assert not hasattr(run_out_of_memory(found), "__notes__")
     assert calls == []
+
+
+def test_libkineto_prints_no_marks_on_a_cpu(tmp_path: Path):
+    """In a new process: libkineto reads its level once."""
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.train.test_profiler import *; "
+        "found = training_of(Path(sys.argv[1]), 'cpu', ProfileConfig(start=1, steps=1)); "
+        "list(profiled_steps(found, range(1, 3), 0))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "USDT" not in done.stderr
+    assert list((tmp_path / "profile").iterdir())
 
 
 @pytest.mark.parametrize(
