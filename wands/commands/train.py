@@ -14,6 +14,7 @@ from wands.config.recipe_loading import load_recipe
 from wands.errors import ConfigError
 from wands.flow.rng import philox
 from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
+from wands.model.files.named_models import TINY
 from wands.plugin import load_plugins
 from wands.texts import Log
 from wands.train.trainer import Trainer
@@ -61,13 +62,14 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
 
 
 def _mock_overrides(name: str | None) -> tuple[str, ...]:
-    """Return the recipe overrides of --mock: a published model with random weights, and random clips of its official size."""
+    """Return the recipe overrides of --mock: a named model with random weights, and random clips of its official size."""
     if name is None:
         return ()
-    if name not in VARIANTS:
-        raise ConfigError(f"--mock {name} is not a published model; use one of {', '.join(VARIANTS)}.")
-    variant = VARIANTS[name]
-    official = VARIANTS[name].sampling
+    known = VARIANTS | TINY
+    if name not in known:
+        raise ConfigError(f"--mock {name} is not a published or tiny model; use one of {', '.join(known)}.")
+    variant = known[name]
+    official = variant.sampling
     size = official.num_frames, official.height, official.width
     mock = f"data={{mock: {{num_samples: 1000, shapes: [{list(variant.latent_size(*size))}]}}}}"
     return f"model.path={name}", "model.init=random", mock, f"packing.max_tokens={variant.num_tokens(*size)}"

@@ -449,7 +449,8 @@ class TrainOptions(LauncherOptions):
     machine yet, its files are neither downloaded nor checked."""
     mock: Annotated[str | None, Spelling(metavar="VARIANT")] = None
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
-    random weights on random clips of its official size. RECIPE and --set choose the other settings."""
+    random weights on random clips of its official size. A tiny model, such as wan2.1-t2v-tiny, needs no GPU. RECIPE and
+    --set choose the other settings."""
     plan: Path | None = None
     """File that `wands pack --out` wrote for one epoch. In this epoch, training uses exactly the bins
     and steps in the file. Other epochs are packed as usual. The option sets the recipe key packing.plan."""

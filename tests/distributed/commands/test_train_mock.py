@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -15,45 +13,37 @@ from wands.commands.train import run_train
 from wands.config.options import TrainOptions
 from wands.errors import ConfigError
 from wands.files import read_rows
-from wands.variants import VARIANTS
-
-SHRUNKEN = {"num_heads": 2, "head_dim": 12, "num_layers": 2, "ffn_dim": 24, "text_dim": 16, "freq_dim": 16}
 
 
-def train_shrunken(name: str, out: Path, deepspeed: str, overrides: tuple[str, ...], resume: bool) -> None:
-    """Train a variant with the interfaces of the published one, two narrow blocks, and clips of 64 x 96 pixels."""
-    row = VARIANTS[name]
-    clip = replace(row.sampling, height=64, width=96, num_frames=9)
-    small = replace(row, dit=replace(row.dit, **SHRUNKEN), sampling=clip)
+def train_tiny(name: str, out: Path, deepspeed: str, overrides: tuple[str, ...], resume: bool) -> None:
     settings = (f"output_dir={out}", "train.bins_per_step=2", "train.max_steps=4", *overrides)
     options = TrainOptions(
         mock=name, overrides=settings, deepspeed=deepspeed, resume="auto" if resume else None
     )
-    with mock.patch.dict(VARIANTS, {name: small}):
-        run_train(options, lambda text: None)
+    run_train(options, lambda text: None)
 
 
 @pytest.mark.parametrize(
     ("name", "deepspeed", "overrides"),
     [
-        ("wan2.2-t2v-a14b", "zero3", ("parallel.cp_size=2", "parallel.ulysses_degree=2")),
-        pytest.param("wan2.1-t2v-1.3b", "zero2", ("lora.rank=2",), marks=pytest.mark.slow),
-        pytest.param("wan2.1-flf2v-14b", "zero2", ("parallel.ring_degree=2",), marks=pytest.mark.slow),
-        pytest.param("wan2.2-ti2v-5b", "cpu", ("precision.compute=bf16",), marks=pytest.mark.slow),
+        ("wan2.2-t2v-tiny", "zero3", ("parallel.cp_size=2", "parallel.ulysses_degree=2")),
+        pytest.param("wan2.1-t2v-tiny", "zero2", ("lora.rank=2",), marks=pytest.mark.slow),
+        pytest.param("wan2.1-flf2v-tiny", "zero2", ("parallel.ring_degree=2",), marks=pytest.mark.slow),
+        pytest.param("wan2.2-ti2v-tiny", "cpu", ("precision.compute=bf16",), marks=pytest.mark.slow),
     ],
 )
 def test_a_mock_run_trains_and_resumes(
     name: str, deepspeed: str, overrides: tuple[str, ...], tmp_path: Path, worlds: WorldPool
 ):
     settings = ("data.mock.num_samples=6", "optim.lr=1e-3", "checkpoint.every=2", *overrides)
-    worlds[2].run(train_shrunken, name, tmp_path, deepspeed, settings, False)
+    worlds[2].run(train_tiny, name, tmp_path, deepspeed, settings, False)
     series = losses(read_rows(tmp_path / "metrics.jsonl"))
     assert len(series) == 4
     assert all(0.5 < loss < 5 for loss in series)
     step, state = find_checkpoint(tmp_path)
     assert (state.variant, state.base) == (name, name)
     (tmp_path / "checkpoints" / step.name).rename(tmp_path / "set aside")
-    worlds[2].run(train_shrunken, name, tmp_path, deepspeed, settings, True)
+    worlds[2].run(train_tiny, name, tmp_path, deepspeed, settings, True)
     assert losses(read_rows(tmp_path / "metrics.jsonl")) == series
 
 
@@ -71,7 +61,8 @@ def test_the_recipe_of_a_mock_run(tmp_path: Path):
     for part in ("wan2.2-i2v-a14b", "40 clips", "75,600 tokens", "LoRA of rank"):
         assert part in block, block
     with pytest.raises(
-        ConfigError, match=r"--mock wan3 is not a published model; use one of wan2\.1-t2v-1\.3b, "
+        ConfigError,
+        match=r"--mock wan3 is not a published or tiny model; use one of wan2\.1-t2v-1\.3b, .*-tiny",
     ):
         run_train(TrainOptions(mock="wan3"), said.append)
 

@@ -29,12 +29,12 @@ from wands.model.files import official
 from wands.model.files.config_files import read_model_config
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
+from wands.model.files.named_models import named_model
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
 from wands.model.quantized import QuantizedLinear
 from wands.model.tensor_parallel import cut_of, divide, own_part, set_cut
 from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import WeightDtypePolicy
-from wands.variants import VARIANTS, Variant
 
 logger = logging.getLogger(__name__)
 WEIGHTS_NAME = f"{official.DIT_STEM}.safetensors"
@@ -54,14 +54,9 @@ def load_config(
         ConfigError: if the model does not exist or is not a Wan DiT.
         CheckpointError: if the config in Wan's original layout contradicts the shapes of the weights.
     """
-    if (variant := _published(path)) is not None:
+    if (variant := named_model(path)) is not None:
         return variant.dit.to_config()
     return _read_dit_config(f"{key}={path}", _find_folder(path, subfolder, ("config.json",), key))
-
-
-def _published(path: str | Path) -> Variant | None:
-    """Return the published model with the name `path`; None if there is none, or a file or folder `path` exists."""
-    return None if Path(path).exists() else VARIANTS.get(str(path))
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
@@ -73,7 +68,7 @@ def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     Raises:
         ConfigError: if the model does not exist, or `model_index.json` or the config of the low-noise expert is damaged.
     """
-    if (variant := _published(path)) is not None:
+    if (variant := named_model(path)) is not None:
         return {"boundary_ratio": variant.boundary_ratio}
     file = fetch_model(path, key=key, allow=["model_index.json"]) / "model_index.json"
     if file.is_file():
