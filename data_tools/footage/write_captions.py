@@ -125,10 +125,8 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
     lock.check()
     write_table(out, rows)
     shutil.rmtree(settings.work.parent)
-    counts = [
-        f"{plural(len(new) - problems.total(), 'clip')} captioned",
-        f"{plural(len(clips) - len(new), 'caption')} kept",
-    ]
+    num_new = len(new) - problems.total()
+    counts = [f"{plural(num_new, 'clip')} captioned", f"{plural(len(clips) - len(new), 'caption')} kept"]
     counts += [f"{problems.total()} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
     reasons = (f"{count} x {problem}" for problem, count in problems.most_common(10))
     return "\n".join([f"{out}: {', '.join(counts)}", *rejected, *reasons])

@@ -113,12 +113,7 @@ def infer(
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:
         check_ranks(source, origin, requests, images, files, dims)
-    if source.variant.boundary_ratio is not None:
-        for lora in source.loras:
-            log.info("%s: %s", lora.label, "; ".join(map(str, lora.files)))
-    log.info(
-        "sampling %s on %s with %s", plural(len(requests), "video"), device, source.dits["transformer"].label
-    )
+    _log_sources(source, plural(len(requests), "video"), device)
     with start_together():
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         extra = _encode_inputs(source, requests, files, device)
@@ -163,6 +158,13 @@ def infer(
     if results:
         save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
     return results
+
+
+def _log_sources(source: PipelineSource, videos: str, device: str) -> None:
+    if source.variant.boundary_ratio is not None:
+        for lora in source.loras:
+            log.info("%s: %s", lora.label, "; ".join(map(str, lora.files)))
+    log.info("sampling %s on %s with %s", videos, device, source.dits["transformer"].label)
 
 
 def _log_times(result: InferResult, number: int, count: int, parts: np.ndarray) -> None:
