@@ -115,9 +115,8 @@ def init(options: InitOptions) -> str:
     steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
-    facts = dict(options=options, report=report, clip=clip, sample=sample, held=held, clips=clips)
+    facts = _describe_input(options, report) | dict(clip=clip, sample=sample, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
-    facts |= _describe_input(options, report)
     facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
     texts = _render(facts)
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
@@ -128,9 +127,11 @@ def init(options: InitOptions) -> str:
 
 
 def _describe_input(options: InitOptions, report: CheckReport) -> dict[str, Any]:
-    """Return facts for comments: whether the model is the default, rejected clips, and numbers of clips with each warning."""
+    """Return facts for the templates: whether the model is the default, rejected clips, and how many have each warning."""
     warnings = ((clip.path, text) for clip in report.clips for text in clip.warnings)
     return {
+        "options": options,
+        "report": report,
         "is_default": options.model == InitOptions.model_fields["model"].default,
         "rejected": [clip for clip in report.clips if clip.reason],
         "warnings": count_problems(warnings),
