@@ -31,7 +31,7 @@ from tests.unit.data_tools.test_verify import (
 )
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.encoders.text import TextEncoder
-from wands.errors import CacheError, ConfigError, DataError
+from wands.errors import ConfigError, DataError, DiskError
 
 KEYS = ["a", "clip/b.mp4", "../up", "ünï 视频", "x" * 300, "no\udcff text", "tab\tand\nline"]
 
@@ -309,7 +309,7 @@ def test_a_full_disk_leaves_no_open_tar(cache: Path, tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-    with pytest.raises(CacheError, match="No space left"):
+    with pytest.raises(DiskError, match="No space left"):
         export_cache(cache, tmp_path / "out", "webdataset")
     assert [tar.closed and tar.fileobj.closed for tar in tars] == [True]
     assert list(tmp_path.glob("*out*")) == []
