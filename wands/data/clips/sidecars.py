@@ -213,10 +213,10 @@ def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> I
         for file, kind in unread.items():
             name = (root / file).relative_to(source.path).as_posix()
             what = f"{kind} files are not read" if kind else "a file without an extension is not read"
-            caption = f", though {sidecar} has a caption" if captioned else ""
+            caption = f"; {sidecar} is its caption" if captioned else ""
             key = safe_name(name) if stem in clips else clip_key(name)
             wanted = _UNREAD.get(kind, ".mp4 or .png")
-            yield reject(key, root / file, f"{what}{caption}; convert the file to {wanted}")
+            yield reject(key, root / file, f"{what}, so convert the file to {wanted}{caption}")
         if captioned and sidecar and has_sidecars and not unread and not _belongs_to_another(stem, clips):
             name = (root / sidecar).relative_to(source.path).as_posix()
             reason = (

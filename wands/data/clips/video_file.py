@@ -39,6 +39,8 @@ LONGEST_HOLD = 10.0
 HDR = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
 # Largest error of rounded timestamps in seconds (FLV: 1 ms each).
 ROUNDING = 2.5e-3
+# Brands of images in the format of .mp4 files. Phones store an image as tiles, of which FFmpeg decodes one.
+_HEIF = {"avif", "heic", "heix", "mif1"}
 # Formats of text files that FFmpeg opens as a playlist or a terminal. These are never clips.
 _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
@@ -193,6 +195,8 @@ class VideoReader:
         name = self._container.format.name
         if name in _PLAYLISTS:
             raise self.error(f"is a text file in {name} format, not a video", "use a video file")
+        if self._container.metadata.get("major_brand") in _HEIF:
+            raise self.error("is a HEIC, HEIF or AVIF image, which is not read", "convert the file to .png")
         # Cover art of an audio file is a video stream of one image.
         streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]
         if not streams:

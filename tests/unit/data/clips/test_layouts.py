@@ -70,12 +70,12 @@ def test_kinds_that_are_not_read_are_told(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert keys(rows) == ["a"]
     assert {r.key: r.reason for r in rejections} == {
-        "a.avif": ".avif files are not read; convert the file to .png",
-        "d/bare": ".heic files are not read; convert the file to .png",
-        "d/dvd": ".vob files are not read, though dvd.txt has a caption; convert the file to .mp4",
-        "d/new": ".codec files are not read, though new.json has a caption; convert the file to .mp4 or .png",
-        "d/noending": "a file without an extension is not read, though noending.txt has a caption; "
-        "convert the file to .mp4 or .png",
+        "a.avif": ".avif files are not read, so convert the file to .png",
+        "d/bare": ".heic files are not read, so convert the file to .png",
+        "d/dvd": ".vob files are not read, so convert the file to .mp4; dvd.txt is its caption",
+        "d/new": ".codec files are not read, so convert the file to .mp4 or .png; new.json is its caption",
+        "d/noending": "a file without an extension is not read, so convert the file to .mp4 or .png; "
+        "noending.txt is its caption",
     }
     (tmp_path / "a.mp4").unlink()
     assert load_source(str(tmp_path))[0] == []  # and no word that the folder were empty

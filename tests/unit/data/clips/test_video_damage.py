@@ -361,3 +361,16 @@ def test_sound_that_outlasts_the_picture_is_no_truncation(tmp_path: Path, name: 
     whole = probe(path).duration
     assert whole == pytest.approx(2.0, abs=0.05)
     assert numbers(decode_one(path, ClipSpec(fps=25)).frames) == list(range(49))
+
+
+@pytest.mark.parametrize("brand", ["heic", "mif1", "avif"])
+def test_an_image_of_tiles_is_no_video(brand: str, tmp_path: Path) -> None:
+    """HEIC by another name, or in a table: FFmpeg would decode one tile of a photo."""
+    path = write_clip(tmp_path / "renamed.jpg.mp4")
+    data = path.read_bytes()
+    assert data[4:8] == b"ftyp"
+    path.write_bytes(data[:8] + brand.encode() + data[12:])
+    with pytest.raises(
+        DataError, match=r"is a HEIC, HEIF or AVIF image, which is not read; convert the file to \.png"
+    ):
+        probe(path)
