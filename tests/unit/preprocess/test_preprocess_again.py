@@ -28,6 +28,7 @@ from wands.errors import CacheError, DataError
 from wands.preprocess import decoding
 from wands.preprocess.preprocess import QUARANTINE_NAME, PreprocessRun
 from wands.preprocess.preprocess_report import PreprocessReport
+from wands.texts import plural
 
 WINDOWS = SMALL | {"clip_mode": "slide"}
 
@@ -74,7 +75,7 @@ def test_another_caption_encodes_the_caption_alone(
     assert captions.calls == [("Something else.",)]
     assert report.num_relabelled >= 1
     assert report.num_relabelled + report.num_reused == report.num_accepted
-    assert f"{report.num_relabelled} samples with kept latents" in str(report)
+    assert f"{plural(report.num_relabelled, 'sample')} with kept latents" in str(report)
     run(source, tmp_path / "whole", tiny_pipeline, options)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
     caches = [LatentCache(tmp_path / name) for name in ("cache", "whole")]
