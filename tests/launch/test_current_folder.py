@@ -55,6 +55,7 @@ def test_child_processes_import_nothing_from_it(start, clips_dir: Path, tmp_path
     start((*LIBRARIES, *PACKAGES, *STANDARD), "wands", "check", clips)
 
 
+@pytest.mark.slow
 def test_modules_started_with_m_import_nothing_from_it(start):
     start(LIBRARIES, sys.executable, "-m", "wands", "recipes")
     # The programs of data_tools import wands too. Python itself finds the first package.

@@ -245,6 +245,7 @@ def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, t
     assert state_of(tmp_path / "run") == state_of(whole_run(place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "kind", "error", "part", "first", "times"),
     [

@@ -70,7 +70,7 @@ VAES = {
         "scale_factor_spatial": 16,
     },
 }
-DEFAULT_TIER = {"one rank in bf16", "a copy that waits", "a pageable copy", "measure", "vae of wan2.1"}
+DEFAULT_TIER = {"one rank in bf16", "a copy that waits", "measure"}
 
 
 def in_tiers(names: Iterable[str]) -> list[Any]:

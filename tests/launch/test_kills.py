@@ -217,7 +217,7 @@ KILLS = {"few": range(1), "many": range(1, 9)}
 @pytest.mark.parametrize(
     ("command", "seeds"),
     [
-        pytest.param("export", KILLS["few"], id="export-one"),
+        pytest.param("export", KILLS["few"], id="export-one", marks=pytest.mark.slow),
         pytest.param("convert", KILLS["few"], id="convert-one", marks=pytest.mark.slow),
         pytest.param("push", KILLS["few"], id="push-one", marks=pytest.mark.slow),
         *(

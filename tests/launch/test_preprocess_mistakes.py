@@ -21,6 +21,7 @@ from wands.errors import ConfigError, DataError
 __all__ = ["clips", "one_clip"]  # fixtures
 
 
+@pytest.mark.slow
 def test_slide_windows_cover_the_clip_and_resume(
     one_clip: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

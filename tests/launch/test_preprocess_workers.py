@@ -259,6 +259,7 @@ def test_kill_9_at_any_moment(
 # ---- parts
 
 
+@pytest.mark.slow
 def test_parts_joined_are_the_cache_of_one(
     source: Path, tiny_pipeline: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

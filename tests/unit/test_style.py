@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,16 @@ POSITIONAL = {"Sequential", "Progress"}
 """Classes of libraries that take any number of values of one kind."""
 
 
-def trees() -> Iterator[tuple[str, ast.Module, int]]:
+@cache
+def trees() -> list[tuple[str, list[ast.AST], int]]:
+    """Name, nodes and number of lines of each file."""
+    found = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
-            yield path.relative_to(ROOT).as_posix(), ast.parse(source), source.count("\n")
+            nodes = list(ast.walk(ast.parse(source)))
+            found.append((path.relative_to(ROOT).as_posix(), nodes, source.count("\n")))
+    return found
 
 
 def names(node: ast.AST) -> set[str]:
@@ -84,8 +90,8 @@ def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return count
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -94,9 +100,9 @@ def found(is_offence: Callable[[ast.AST], object], outside: str = "") -> list[st
     """Nodes that are an offence, without those of files whose path begins with `outside`."""
     return [
         f"{name}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:100]}"
-        for name, tree, _ in trees()
+        for name, nodes, _ in trees()
         if not (outside and name.startswith(outside))
-        for node in ast.walk(tree)
+        for node in nodes
         if is_offence(node)
     ]
 
@@ -114,8 +120,8 @@ def test_values_of_a_class_are_named():
 def test_functions_are_short():
     offenders = [
         f"{name}:{node.lineno}: {node.name} has {lines(node)} lines"
-        for name, tree, _ in trees()
-        for node in functions(tree)
+        for name, nodes, _ in trees()
+        for node in functions(nodes)
         if lines(node) > MAX_FUNCTION_LINES
     ]
     assert not offenders, "\n".join(
@@ -126,8 +132,8 @@ def test_functions_are_short():
 def test_functions_are_flat():
     offenders = [
         f"{name}:{node.lineno}: {node.name} has {levels(node)} levels"
-        for name, tree, _ in trees()
-        for node in functions(tree)
+        for name, nodes, _ in trees()
+        for node in functions(nodes)
         if levels(node) > MAX_LEVELS
     ]
     assert not offenders, "\n".join([f"Flatten these functions (at most {MAX_LEVELS} levels):", *offenders])
@@ -168,7 +174,7 @@ def test_levels_and_lines_are_counted():
             elif d:
                 pass
     """
-    (node,) = functions(ast.parse(textwrap.dedent(source)))
+    (node,) = functions(ast.walk(ast.parse(textwrap.dedent(source))))
     assert levels(node) == 3
     assert lines(node) == 7
     call = ast.parse("Rejection(*parts)").body[0]

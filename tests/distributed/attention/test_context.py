@@ -53,7 +53,11 @@ def all_errors(grid: tuple[int, int]) -> dict[tuple, dict[str, float]]:
     return {kind: worst_errors(grid, *kind) for kind in kinds}
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"ring{g[0]}-ulysses{g[1]}")
+@pytest.mark.parametrize(
+    "grid",
+    [pytest.param(grid, marks=pytest.mark.slow if 4 in grid else ()) for grid in GRIDS],
+    ids=lambda g: f"ring{g[0]}-ulysses{g[1]}",
+)
 def test_it_is_attention_to_the_whole_pack(grid: tuple[int, int], run_world):
     for errors in run_world(grid[0] * grid[1], all_errors, grid):
         assert len(errors) == 5

@@ -48,14 +48,17 @@ def files_of(step: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+    ("world_size", "stage"),
+    [(1, 2), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (0, 2, 3))],
 )
 def test_the_checkpoints_are_those_of_a_run_that_waits(
-    stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+    world_size: int, stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     """Each file is written after later steps have changed the weights, and has the bits of its own step."""
-    waits, said = worlds[2].run(slow_training, tiny_pipeline, tmp_path / "waits", EVERY, zero(stage))[0]
-    runs, said_async = worlds[2].run(
+    waits, said = worlds[world_size].run(
+        slow_training, tiny_pipeline, tmp_path / "waits", EVERY, zero(stage)
+    )[0]
+    runs, said_async = worlds[world_size].run(
         slow_training, tiny_pipeline, tmp_path / "runs", (*EVERY, ASYNC), zero(stage)
     )[0]
     assert runs == waits
@@ -84,6 +87,7 @@ def one_fails(
         return losses(run_training(model, out, overrides, zero(2), log=said.append)), said
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_costs_one_checkpoint(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     failing = "step_00000004.tmp/transformer/state_rank_00001"
     overrides = (*EVERY, ASYNC)

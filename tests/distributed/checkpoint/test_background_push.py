@@ -58,6 +58,7 @@ def pushes(run: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["event"] == "push"]
 
 
+@pytest.mark.slow
 def test_a_slow_push_keeps_its_checkpoint_and_the_newest_comes_next(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

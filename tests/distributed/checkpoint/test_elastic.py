@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from functools import cache
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,14 @@ def deviation(ours: list[float], theirs: list[float]) -> float:
 @pytest.fixture(scope="module")
 def undisturbed(
     tiny_variant: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, worlds: WorldPool
-) -> Callable[[str], tuple[Path, list[float]]]:
-    """Folder and loss series of twenty steps in one process at ZeRO-0."""
-    found: dict[str, tuple[Path, list[float]]] = {}
+) -> Callable[..., tuple[Path, list[float]]]:
+    """Folder and loss series of some steps, twenty by default, in one process at ZeRO-0."""
 
-    def of_kind(kind: str) -> tuple[Path, list[float]]:
-        if kind not in found:
-            variant, more = KINDS[kind]
-            out = tmp_path_factory.mktemp("undisturbed")
-            found[kind] = out, go_on(worlds, tiny_variant(variant), out, (1, 0, "dp"), 20, *more)
-        return found[kind]
+    @cache
+    def of_kind(kind: str, steps: int = 20) -> tuple[Path, list[float]]:
+        variant, more = KINDS[kind]
+        out = tmp_path_factory.mktemp("undisturbed")
+        return out, go_on(worlds, tiny_variant(variant), out, (1, 0, "dp"), steps, *more)
 
     return of_kind
 
@@ -98,23 +97,35 @@ TENSOR_ROUTE: list[Cell] = [
     (2, 1, "dp"),
 ]
 """Tensor degree 2 -> 1 -> 2 -> 4 -> 1, every ZeRO stage."""
+SHORT_ROUTE: list[Cell] = [(2, 3, "ring"), (1, 1, "dp"), (2, 2, "ulysses")]
 
 
 @pytest.mark.parametrize(
-    "route",
-    [pytest.param(ROUTE, id="context"), pytest.param(TENSOR_ROUTE, id="tensor", marks=pytest.mark.slow)],
+    ("route", "steps_in_a_cell"),
+    [
+        pytest.param(SHORT_ROUTE, 2, id="short"),
+        pytest.param(ROUTE, 4, id="context", marks=pytest.mark.slow),
+        pytest.param(TENSOR_ROUTE, 4, id="tensor", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "kind", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "two experts"))]
 )
 def test_a_run_that_moves_is_the_run_that_stays(
-    kind: str, route: list[Cell], undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool
+    kind: str,
+    route: list[Cell],
+    steps_in_a_cell: int,
+    undisturbed,
+    tiny_variant,
+    tmp_path: Path,
+    worlds: WorldPool,
 ):
     variant, more = KINDS[kind]
-    stayed, series = undisturbed(kind)
-    for number, cell in enumerate(route, start=1):
-        moved = go_on(worlds, tiny_variant(variant), tmp_path, cell, 4 * number, *more)
-    assert len(set(series)) == 20
+    steps = steps_in_a_cell * len(route)
+    stayed, series = undisturbed(kind, steps)
+    for until, cell in zip(range(steps_in_a_cell, steps + 1, steps_in_a_cell), route, strict=True):
+        moved = go_on(worlds, tiny_variant(variant), tmp_path, cell, until, *more)
+    assert len(set(series)) == steps
     assert deviation(moved, series) < TOLERANCE
     if kind == "full":
         theirs = weights(stayed)

@@ -95,8 +95,8 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("variant", "settings", "ds"),
     [
-        ("wan2.1-t2v-1.3b", (), zero(0)),
-        ("wan2.1-t2v-1.3b", (), zero(2)),
+        pytest.param("wan2.1-t2v-1.3b", (), zero(0), marks=pytest.mark.slow),
+        pytest.param("wan2.1-t2v-1.3b", (), zero(2), marks=pytest.mark.slow),
         (
             "wan2.1-t2v-1.3b",
             (),

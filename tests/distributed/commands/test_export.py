@@ -39,6 +39,7 @@ def run(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world
     return train_once(run_world, tiny_pipeline, tmp_path_factory.mktemp("run"), 3)
 
 
+@pytest.mark.slow
 def test_every_stage_exports_the_same_weights(run: Path, tiny_pipeline: Path, tmp_path: Path, run_world):
     reference = weights(run)
     for stage in (0, 1, 2):

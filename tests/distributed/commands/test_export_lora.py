@@ -103,6 +103,7 @@ def test_keys_and_metadata(run: Path, tmp_path: Path):
     assert (record["step"], record["recipe"]["lora"]["alpha"]) == (3, 6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_exported_lora(run: Path, tiny_pipeline: Path, tmp_path: Path, worlds: Any):
     """Its first loss is that of the trained model: that of a run from the merged weights."""
     lora = export(run, tmp_path / "lora")

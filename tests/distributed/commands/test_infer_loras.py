@@ -137,6 +137,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
+@pytest.mark.slow
 def test_every_layout_is_the_merged_update(trained: Trained, files: dict[str, Path]) -> None:
     wanted = trained.merged({"transformer": 1.0})
     plain = trained.sample()

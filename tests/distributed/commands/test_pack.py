@@ -97,6 +97,7 @@ def _train_plan(model: str, folder: str, plan: str | None, resume: bool = False)
     run_training(Path(model), Path(folder), more, resume=resume)
 
 
+@pytest.mark.slow
 def test_training_follows_the_file(tiny_pipeline: Path, tmp_path: Path, run_world: Any):
     """The bins of the second epoch in another order: a file that wands would not have planned."""
     plan = tmp_path / "plan.jsonl"

@@ -84,7 +84,7 @@ def report(source: Path, tiny_pipeline: Path) -> PreprocessReport:
         source.parent / "cache",
         tiny_pipeline,
         conditions=CONTROL,
-        workers=2,
+        workers=1,
         text_dtype="fp32",
         **SMALL,
     )

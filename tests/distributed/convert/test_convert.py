@@ -32,10 +32,7 @@ __all__ = ["pipelines"]  # fixtures
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ("wan2.1-flf2v-14b", "wan2.2-ti2v-5b") else ())
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=() if name == "wan2.2-i2v-a14b" else pytest.mark.slow) for name in VARIANTS],
 )
 def test_to_official_and_back(variant: str, pipelines: dict[str, Path], tmp_path: Path):
     source = pipelines[variant]
@@ -299,6 +296,7 @@ def test_a_mount_point_is_refused_at_the_start(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["volume"]
 
 
+@pytest.mark.slow
 def test_training_starts_from_an_official_folder_as_it_is(
     pipelines: dict[str, Path], tmp_path: Path, run_world
 ):

@@ -62,6 +62,7 @@ def check_comparison(parts: dict[str, Any], kind: str) -> None:
     assert losses == pytest.approx([2.0] * 3, rel=0.2)  # E[(noise - latents)^2], as the head is zero
 
 
+@pytest.mark.slow
 def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     stages = ("attention", "block", "step", "memory", "infer", "encode", "compare")
     (found,) = new_world(1, rehearse, stages, tmp_path, STEP, ("lora",), ["wan2.1-t2v-1.3b"])

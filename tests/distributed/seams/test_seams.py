@@ -48,11 +48,14 @@ def interrupt(model: Path, out: Path, stage: int) -> tuple[list[float], list[flo
     return whole, resumed, same
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [(1, 2), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (2, 3))],
+)
 def test_an_objective_with_a_state_is_resumed_bit_for_bit(
-    tiny_pipeline: Path, tmp_path: Path, worlds, stage: int
+    tiny_pipeline: Path, tmp_path: Path, worlds, world_size: int, stage: int
 ):
-    whole, resumed, same = worlds[2].run(interrupt, tiny_pipeline, tmp_path, stage)[0]
+    whole, resumed, same = worlds[world_size].run(interrupt, tiny_pipeline, tmp_path, stage)[0]
     assert resumed == whole[2:]
     assert same
 
@@ -77,6 +80,7 @@ def train_documented(model: Path, out: Path) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.slow
 def test_the_objectives_of_the_docs_train(tiny_pipeline: Path, tmp_path: Path, worlds):
     """With context parallelism over two ranks, and a held-out loss."""
     runs = worlds[2].run(train_documented, tiny_pipeline, tmp_path)[0]
@@ -96,6 +100,7 @@ def forget_state(model: Path, out: Path) -> tuple[list[float], list[float]]:
     return whole, losses(run_training(model, out / "r", LORA, zero(2), resume=step, plugin=plugin))
 
 
+@pytest.mark.slow
 def test_a_state_that_is_lost_would_be_seen(tiny_pipeline: Path, tmp_path: Path, worlds):
     whole, resumed = worlds[1].run(forget_state, tiny_pipeline, tmp_path)[0]
     assert resumed != whole[2:]
@@ -224,9 +229,7 @@ def train_with_momentum(model: Path, out: Path, stage: int) -> tuple[list[float]
     return losses(rows), losses(resumed), [row["lr"] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 def test_a_torch_optimizer_from_outside_trains_at_every_zero_stage(
     tiny_pipeline: Path, tmp_path: Path, worlds, stage: int
 ):

@@ -97,6 +97,7 @@ def test_an_example_is_imported_by_wands_train(
         assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_program_trains_from_python(tiny_pipeline: Path, tmp_path: Path):
     program = [sys.executable, EXAMPLES / "train_from_python.py", "tiny", *keys(tiny_pipeline, tmp_path)]

@@ -121,8 +121,11 @@ FULL = {
 @pytest.mark.parametrize(
     ("grid", "stage", "packs"),
     [
-        *(pytest.param(*cell, id=name) for name, cell in CELLS.items() if not name.startswith("tensor")),
-        pytest.param(*CELLS["tensor2-zero0"], id="tensor2-zero0", marks=pytest.mark.slow),
+        pytest.param(*CELLS["ring2-zero1"], id="ring2-zero1"),
+        *(
+            pytest.param(*CELLS[name], id=name, marks=pytest.mark.slow)
+            for name in ("dp2-zero3-single", "ulysses2-zero2", "tensor2-zero0")
+        ),
         *(pytest.param(*cell, id=name, marks=pytest.mark.full) for name, cell in FULL.items()),
     ],
 )
@@ -147,9 +150,16 @@ def test_every_grid_has_the_same_values(
     assert all((tmp_path / name).read_bytes() == (reference[0] / name).read_bytes() for name in same)
 
 
-@pytest.mark.parametrize("dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dropout"),
+    [
+        (1, 2, True),
+        pytest.param(2, 3, True, marks=pytest.mark.slow),
+        pytest.param(2, 3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_training_does_not_notice_it(
-    dropout: bool, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+    world_size: int, stage: int, dropout: bool, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     settings = (
         *STEPS,
@@ -163,7 +173,8 @@ def test_the_training_does_not_notice_it(
     series = {}
     evaluates = ("eval.every=1", "eval.max_share=1000", "eval.max_clips=1")
     for name, more in (("with", evaluates), ("without", ())):
-        ranks = worlds[2].run(run_training, tiny_pipeline, tmp_path / name, (*settings, *more), zero(3))
+        args = (tiny_pipeline, tmp_path / name, (*settings, *more), zero(stage))
+        ranks = worlds[world_size].run(run_training, *args)
         series[name] = ranks[0]
     assert losses(series["with"]) == losses(series["without"])
     assert [row["grad_norm"] for row in series["with"]] == [row["grad_norm"] for row in series["without"]]
@@ -181,7 +192,7 @@ def test_the_training_does_not_notice_it(
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", [pytest.param(TI2V, marks=pytest.mark.slow), A14B])
+@pytest.mark.parametrize("variant", [TI2V, pytest.param(A14B, marks=pytest.mark.slow)])
 def test_kinds_and_experts(
     world_size: int, variant: str, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):
@@ -210,6 +221,7 @@ def test_kinds_and_experts(
 # ---- a run that stops
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_curve(
     reference: Any, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

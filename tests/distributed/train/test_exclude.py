@@ -26,6 +26,7 @@ def clips_of(out: Path) -> set[tuple[Any, ...]]:
     return {tuple(json.loads(line)[name] for name in names) for line in lines}
 
 
+@pytest.mark.slow
 def test_the_other_clips_keep_their_steps_and_their_noise(tiny_pipeline: Path, tmp_path: Path, run_world):
     """A run that excludes clips after its second step, stopped once more after its fourth."""
     common = ("train.max_steps=6", "train.log_samples=true", "checkpoint.every=2", "checkpoint.keep=9")

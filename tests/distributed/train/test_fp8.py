@@ -73,7 +73,7 @@ def plain_step(
         slow("lora", 3, ("model.checkpointing=full",)),
         slow("lora", 0, EVERY_NAME),
         slow("stored", 3, EVERY_NAME),
-        ("stored", 3, ("model.checkpointing=selective",)),
+        slow("stored", 3, ("model.checkpointing=selective",)),
         slow("stored", 1, ("model.compile=true",)),
     ],
     ids=str,

@@ -239,7 +239,7 @@ FROZEN = {
     "lora with ffn": ("lora.rank=4", "lora.targets=attention+ffn"),
     "freeze": ("model.freeze=['patch_embedding*','condition_embedder*']",),
 }
-SLOW_FROZEN = ("lora with ffn", "freeze")
+SLOW_FROZEN = ("lora", "lora with ffn", "freeze")
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ def test_flops_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     assert expected == pytest.approx(step_flops(run.model, run.schedule, bins), rel=0.35)
 
 
+@pytest.mark.slow
 def test_the_command_ends_without_a_checkpoint(tiny_pipeline: Path, tmp_path: Path, run_world):
     given = (
         "train.max_steps=5",

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Any, list[dict[str, Any]]]] = 
     "ti2v-ring-zero3": ("wan2.2-ti2v-5b", 2, ("parallel.ring_degree=2",), SHARDED, [FIRST, {}]),
     "ti2v": ("wan2.2-ti2v-5b", 1, (), None, [FIRST, {}]),
 }  # fmt: skip
-QUICK = ("i2v-ring-zero3",)
+QUICK = ("t2v",)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def unsampled(
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
-        ("decode", 3),
+        pytest.param("decode", 3, marks=pytest.mark.slow),
         pytest.param("dit", 3, marks=pytest.mark.slow),
         *(pytest.param(None, n, marks=pytest.mark.slow) for n in range(4)),
     ],

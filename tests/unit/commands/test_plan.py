@@ -228,6 +228,7 @@ def test_command_line_starts_what_was_planned():
     assert recipe.parallel.group_size == int(row[1].split(" x ")[0]) * int(row[1].split(" x ")[1])
 
 
+@pytest.mark.slow
 def test_many_nodes_are_started_by_their_script():
     line = run(gpus=32).splitlines()[-1].strip()
     start = "bash scripts/launch_multinode.sh --nnodes 4 --node-rank R --master-addr HOST -- wan2.1-t2v-14b-finetune "

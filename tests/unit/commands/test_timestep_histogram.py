@@ -23,6 +23,7 @@ def test_bars_follow_the_distribution():
     assert text.isascii()
 
 
+@pytest.mark.slow
 def test_heading_says_what_is_drawn():
     pretrain = timestep_histogram(FlowConfig(preset="pretrain"), 0)
     finetune = timestep_histogram(FlowConfig(preset="finetune", flow_shift=8.0), 0)

@@ -182,6 +182,7 @@ def run_script(body: str, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_full_disk_is_one_sentence_and_leaves_no_litter(tmp_path: Path) -> None:
     result = run_script(
         """

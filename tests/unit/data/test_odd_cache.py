@@ -27,6 +27,7 @@ from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, WandsError
 
 VARIANT = narrow_text("wan2.1-t2v-1.3b")
+DEFAULT = ("keys", "latent_shapes", "fps", "null_text")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,9 @@ def index_of(path: Path) -> dict[str, np.ndarray]:
         return {name: npz[name] for name in npz}
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in COLUMNS]
+)
 def test_an_array_of_another_type_shape_or_value_is_at_most_one_sentence(cache: Path, name: str) -> None:
     arrays = index_of(cache)
     array = arrays[name]
@@ -243,7 +246,14 @@ def test_a_structure_that_wands_never_writes_is_never_intact(
     assert verify_cache(cache).problems
 
 
-@pytest.mark.parametrize("name", ["meta", "key", "crc32", "signature", "mask_sums"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "meta",
+        "key",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("crc32", "signature", "mask_sums")),
+    ],
+)
 def test_any_attribute_of_a_sample_is_at_most_one_sentence(cache: Path, name: str) -> None:
     with h5py.File(cache / "shard-00000.h5") as file:
         stored = file["samples/000001"].attrs[name]

@@ -89,6 +89,7 @@ def test_cuts_of_a_film_marked_by_hand(clips_dir: Path):
     assert {part["kind"] for part in parts} == {"shot"}
 
 
+@pytest.mark.slow
 def test_hard_cuts_of_a_joined_film(single_shots: list[np.ndarray], tmp_path: Path):
     dice = np.random.default_rng(0)
     order = [number for _ in range(6) for number in dice.permutation(len(single_shots))]

@@ -113,6 +113,7 @@ def relative(latents: Tensor, exact: Tensor) -> Tensor:
     return (latents - exact).square().mean((0, 1, 2)).sqrt() / exact.std()
 
 
+@pytest.mark.slow
 def test_tiles_are_near_the_whole(
     measured: Path, encoder: WanVideoEncoder, exact: Tensor, wide: Tensor, frames: np.ndarray
 ) -> None:

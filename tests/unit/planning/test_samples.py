@@ -128,6 +128,7 @@ def test_the_start_block_has_the_share_of_the_flops(tiny_pipeline: Path, tmp_pat
     assert "videos" not in start_block(make_run(tiny_pipeline, tmp_path, world_size=1))
 
 
+@pytest.mark.slow
 def test_a_plan_counts_samples() -> None:
     """The VAE that decodes a large video needs more memory than the training on small clips."""
     options = {"gpus": 8, "hardware": "h100", "clips": 100, "frames": 5}

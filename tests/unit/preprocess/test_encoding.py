@@ -131,6 +131,7 @@ def test_the_encoder_does_not_wait_for_the_disk(
     assert contents(tmp_path / "cache") == contents(whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run(
     source: Path, whole: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_new_clip_is_the_only_one_decoded(
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_wrong_sum_in_the_shard_is_not_taken_for_latents(
     source: Path, tiny_pipeline: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +156,7 @@ def test_a_wrong_sum_in_the_shard_is_not_taken_for_latents(
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_another_licence_keeps_the_latents(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def test_where_leaves_clips_out_and_takes_them_back(
     assert LatentCache(tmp_path / "cache").keys == ["man"]  # the index is kept
 
 
+@pytest.mark.slow
 def test_a_mask_is_stored_and_encodes_its_clip_again(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_mask_is_stored_and_encodes_its_clip_again(
     assert {call[0] for call in captions.calls} == set(texts.values()) - set(given.values())
 
 
+@pytest.mark.slow
 def test_a_limit_encodes_the_first_clips_and_the_next_run_the_others(
     source: Path, tiny_pipeline: Path, tmp_path: Path
 ) -> None:

@@ -143,6 +143,7 @@ def test_several_bounds_are_the_union_of_single_runs(
     assert by_key["cat#0001"]["start_seconds"] == by_key["cat#0001#96x64"]["start_seconds"]
 
 
+@pytest.mark.slow
 def test_bounds_come_and_go(
     source: Path, tiny_pipeline: Path, caches: dict[tuple[int, ...], Path], tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_check_tells_the_same(source: Path, caches: dict[tuple[int, ...], Path])
     assert json.loads(told.to_json())["settings"]["more_pixels"] == [LARGER]
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_too_small_for_a_clip_costs_that_size(
     source: Path, tiny_pipeline: Path, caches: dict[tuple[int, ...], Path], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from wands.report.page import render_page, report
 from wands.report.run_data import read_run, sample_strips
 
 FILES = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "samples/samples.jsonl")
+DEFAULT = ("metrics.jsonl", "samples/samples.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def read_and_show(folder: Path) -> None:
     sample_strips(read, "ema", 10**9)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in FILES]
+)
 def test_any_value_in_any_field_of_a_row_is_left_out(run: Path, name: str) -> None:
     path = run / name
     sound = path.read_text()

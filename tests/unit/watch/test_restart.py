@@ -127,6 +127,7 @@ restart.main()
 """
 
 
+@pytest.mark.slow
 def test_workers_may_save_after_a_signal(tmp_path: Path):
     worker = tmp_path / "worker"
     worker.write_text(SAVING_WORKER)
