@@ -6,8 +6,8 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from functools import cache
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
