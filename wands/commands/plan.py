@@ -6,6 +6,9 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +26,13 @@ from wands.files import write_text
 from wands.model.files.hub import published_name
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import ClipFacts
-from wands.planning.hardware import MACHINES, Machine, has_fp8, machine_named, with_measurements
+from wands.planning.cluster import Cluster, choose_cluster
+from wands.planning.hardware import MACHINES, Machine, has_fp8, with_measurements
 from wands.planning.memory import checkpoint_bytes, to_gib
 from wands.planning.sampling_load import sampling_load
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, fastest_with_tensor, search
 from wands.planning.weights import list_weights, read_model
-from wands.planning.workload import Workload
+from wands.planning.workload import Weight, Workload
 from wands.plugin import load_plugins
 from wands.run.schedule import plan_clips
 from wands.run.sizes import objective_load
@@ -41,6 +45,8 @@ SIZES = {"480p": "480x832", "720p": "720x1280"}
 _NUM_ROWS = 10
 _TEXT_TOKENS = 150  # in a usual caption
 _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
+MARGIN = 0.03
+"""Fraction of a GPU's usable memory that the chosen settings leave free, because the prediction is not exact."""
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
     "ring x ulysses": lambda one: _degrees(one.workload),
@@ -52,7 +58,8 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "host GiB": lambda one: f"{one.host / 2**30:.0f}",
     "s/step": lambda one: f"{one.seconds:.2f}",
     "tokens/s": lambda one: f"{one.tokens_per_second:,.0f}",
-    "MFU": lambda one: f"{one.prediction.mfu:.1%}",
+    "MFU": lambda one: f"{one.mfu:.1%}",
+    "base": lambda one: one.workload.recipe.lora.quantize if one.workload.recipe.lora else "none",
 }
 
 
@@ -77,28 +84,31 @@ def plan(options: PlanOptions) -> str:
     costs = objective.costs(_clips(recipe, variant, options))
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
     load |= objective_load(objective, costs)
-    task = build_task(recipe, model, costs.tokens, options, load)
+    cluster = choose_cluster(options.hardware, options.gpus, **options.model_dump(include=_MACHINE_OPTIONS))
+    cluster = replace(cluster, machine=with_measurements(cluster.machine, options.hardware_file))
+    task = build_task(recipe, model, costs.tokens, cluster, load, options.deepspeed)
     candidates = search(task)
     if not candidates:
         lora = "" if recipe.lora else " a LoRA (--set lora.rank=32),"
-        fix = f"use more or larger GPUs,{lora} lora.quantize, or shorter or smaller clips."
-        raise ConfigError(describe_smallest(task, fix))
+        raise ConfigError(describe_smallest(task, f"use more or larger GPUs,{lora} or shorter or smaller clips."))
     best = candidates[0]
     if options.out is not None:
         write_text(options.out / "recipe.yaml", best.workload.recipe.to_yaml())
         ds_config = json.dumps(task.ds_configs[best.ds_name], indent=2)
         write_text(options.out / "deepspeed.json", ds_config + "\n")
     kind = "LoRA" if recipe.lora else "full finetune"
-    head = f"{variant.name}, {kind}, on {options.gpus} x {task.machine.name}; this is a prediction"
-    head += f", with the speeds of kernels from {task.machine.source}"
+    head = f"{variant.name}, {kind}, on {cluster.gpus} x {task.machine.name} ({cluster.reason})"
+    head += f"\nthis is a prediction, with the speeds of kernels from {task.machine.source}"
     if options.clips or not _has_data(recipe.data):
         head += f"\nassumed: {len(task.seq_lens)} clips (--clips) of {options.frames} frames (--frames), {options.size} (--size)"
+    if len(candidates) > 1:
+        head += "\nsorted by speed; the first line is the simplest of the settings that are at most 2 % slower than the fastest"
     details = _describe_best(best, variant), f"start the training with\n  {start_command(best, options)}"
     return "\n\n".join([head, _candidate_table(candidates[:_NUM_ROWS]), *details])
 
 
 def what_fits(
-    names: Sequence[str] = ("rtx4090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
+    names: Sequence[str] = ("rtx4070", "rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
 ) -> str:
     """Return Markdown tables of the fastest settings with which published models can be trained on common machines.
 
@@ -121,31 +131,26 @@ def what_fits(
 def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     """Return the fastest settings of a published model on a machine as short text, or "–" if none fit.
 
-    `kind` is "lora" or "finetune". The base model of a LoRA is quantized to nf4 only if no settings fit without.
+    `kind` is "lora" or "finetune".
     """
     variant = VARIANTS[name]
     lens = _clips(Recipe(), variant, PlanOptions()).num_tokens
-    for quantize in ([], ["lora.quantize=nf4"]) if kind == "lora" else ([],):
-        recipe = load_recipe(f"{name}-{kind}", [f"packing.max_tokens={lens[0]}", *quantize])
-        weights = list_weights(recipe, variant.dit.to_config(), variant.experts)
-        workload = Workload(
-            recipe=recipe,
-            shape=variant.dit,
-            weights=weights,
-            num_models=len(variant.experts),
-            world_size=gpus,
-        )
-        ds_configs = {ds_name: load_ds_config(ds_name) for ds_name in SHIPPED}
-        if candidates := search(
-            Task(workload=workload, seq_lens=lens, machine=machine, ds_configs=ds_configs)
-        ):
-            best = candidates[0].workload
-            cp = f"cp {best.cp_size}" if best.cp_size > 1 else ""
-            model = best.recipe.model
-            swapped = f"swap {model.swap_blocks}" if model.swap_blocks else ""
-            words = candidates[0].ds_name, cp, model.checkpointing, "nf4" if quantize else "", swapped
-            return ", ".join(filter(None, words))
-    return "–"
+    recipe = load_recipe(f"{name}-{kind}", [f"packing.max_tokens={lens[0]}"])
+    model = (variant.dit.to_config(), variant, variant.experts)
+    found = search(build_task(recipe, model, lens, Cluster(gpus, machine, ""), {}))
+    if not found:
+        return "–"
+    best = found[0].workload
+    settings = best.recipe.model
+    base = best.recipe.lora.quantize if best.recipe.lora else "none"
+    words = [
+        found[0].ds_name,
+        f"cp {best.cp_size}" * (best.cp_size > 1),
+        settings.checkpointing,
+        base * (base != "none"),
+        f"swap {settings.swap_blocks}" * bool(settings.swap_blocks),
+    ]
+    return ", ".join(filter(None, words))
 
 
 Model = tuple[dict[str, Any], Variant, tuple[Expert, ...]]
@@ -153,49 +158,64 @@ Model = tuple[dict[str, Any], Variant, tuple[Expert, ...]]
 
 
 def build_task(
-    recipe: Recipe, model: Model, lens: np.ndarray, options: PlanOptions, load: dict[str, Any]
+    recipe: Recipe,
+    model: Model,
+    lens: np.ndarray,
+    cluster: Cluster,
+    load: dict[str, Any],
+    deepspeed: Path | None = None,
 ) -> Task:
     """Return the training run and the machine for which `search` finds settings.
 
     `model` is the result of `find_model`, `lens` the number of tokens that the model sees of each clip, int64. `load` are further
-    arguments of `Workload`: results of `sampling_load` and `objective_load`.
+    arguments of `Workload`: results of `sampling_load` and `objective_load`. Without `deepspeed`, the shipped configs are tried.
 
     Raises:
-        ConfigError: if the machine or the DeepSpeed config is unknown, or does not fit the recipe.
+        ConfigError: if the DeepSpeed config is unknown, or does not fit the recipe.
     """
-    machine = machine_named(options.hardware, **options.model_dump(include=_MACHINE_OPTIONS))
-    machine = with_measurements(machine, options.hardware_file)
+    machine = cluster.machine
+    gpus = cluster.gpus
     per_node = machine.ranks_per_node
     (config, variant, experts) = model
-    if options.gpus > per_node and options.gpus % per_node:
+    if gpus > per_node and gpus % per_node:
         raise ConfigError(
-            f"--gpus {options.gpus} must be a multiple of {per_node}, the number of GPUs per node; use "
-            f"{options.gpus // per_node * per_node}."
+            f"--gpus {gpus} must be a multiple of {per_node}, the number of GPUs per node; use {gpus // per_node * per_node}."
         )
     if not has_fp8(machine.name) and "fp8" in (
         recipe.precision.linears,
         recipe.lora and recipe.lora.quantize,
     ):
         raise ConfigError(
-            f"--hardware {options.hardware}: {machine.name} does not multiply in fp8; set precision.linears=bf16, and "
+            f"--hardware: {machine.name} does not multiply in fp8; set precision.linears=bf16, and "
             "lora.quantize=int8, nf4 or none."
         )
-    names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
+    names = SHIPPED if deepspeed is None else (str(deepspeed),)
     weights = list_weights(recipe, config, experts)
     workload = Workload(
         recipe=recipe,
         shape=variant.dit,
         weights=weights,
         num_models=len(experts),
-        world_size=options.gpus,
+        world_size=gpus,
         **load,
     )
+    may_quantize = recipe.lora is not None and recipe.lora.quantize == "none" and recipe.precision.linears == "bf16"
     return Task(
         workload=workload,
         seq_lens=lens,
         machine=machine,
         ds_configs={name: load_ds_config(name) for name in names},
+        margin=MARGIN,
+        quantize=partial(_quantized_weights, recipe, config, experts) if may_quantize else None,
     )
+
+
+def _quantized_weights(
+    recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], codec: str
+) -> Sequence[Weight]:
+    assert recipe.lora is not None
+    lora = recipe.lora.model_copy(update={"quantize": codec})
+    return list_weights(recipe.model_copy(update={"lora": lora}), config, experts)
 
 
 def find_model(recipe: Recipe, variant: str | None = None, conditions: Sequence[Condition] = ()) -> Model:
@@ -244,7 +264,9 @@ def _clips(recipe: Recipe, variant: Variant, options: PlanOptions) -> ClipFacts:
 
 def _candidate_table(candidates: Sequence[Candidate]) -> str:
     columns = []
-    for i, (heading, describe) in enumerate(_COLUMNS.items()):
+    is_lora = candidates[0].workload.recipe.lora is not None
+    described = {name: describe for name, describe in _COLUMNS.items() if is_lora or name != "base"}
+    for i, (heading, describe) in enumerate(described.items()):
         cells = [heading, *map(describe, candidates)]
         width = max(map(len, cells))
         columns.append([cell.ljust(width) if i < 3 else cell.rjust(width) for cell in cells])
@@ -265,10 +287,10 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(best.usable)} that a GPU has for tensors",
         f"        {parts}, fragmentation {to_gib(best.memory.needed - best.memory.peak)}",
-        f"host    {to_gib(best.host)} of {to_gib(task.machine.host_memory)} in each node",
+        f"host    {best.describe_host()} in each node",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
         f"{recipe.checkpoint.keep + 1} checkpoints while a new checkpoint is written",
-        f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; the run of {total:,} steps takes "
+        f"time    {best.seconds:.2f} s per step of {bins} bins, {best.mfu:.1%} MFU; the run of {total:,} steps takes "
         f"{format_seconds(total * best.seconds)}; an epoch of {tokens:,} tokens has {steps:,} steps",
     ]
     lines += _compare_tensor(best)
@@ -285,7 +307,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
             f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
         )
     if recipe.sample:
-        speed = best.prediction.mfu * task.machine.peak * best.workload.world_size
+        speed = best.mfu * task.machine.peak * best.workload.world_size
         seconds = format_seconds(best.workload.video_flops / speed)
         lines.append(
             f"samples about {seconds} every {recipe.sample.every:,} steps, if sampling has the MFU of training"
@@ -317,7 +339,7 @@ def _compare_tensor(best: Candidate) -> list[str]:
 
 def start_command(best: Candidate, options: PlanOptions) -> str:
     """Return the command line that starts a training run with the settings `best`, from the files in `options.out` if set."""
-    gpus = options.gpus
+    gpus = best.workload.world_size
     per_node = best.task.ranks_per_node
     if options.out is not None:
         ds_json = shlex.quote(str(options.out / "deepspeed.json"))
@@ -340,12 +362,14 @@ def describe_smallest(task: Task, fix: str) -> str:
     gpus = task.workload.world_size
     longest = task.longest
     cp_sizes = (1, task.ranks_per_node)
-    settings = list(build_candidates(task, task.ds_configs, [longest], cp_sizes, ("offload", "full")))
+    modes = ("offload", "full")
+    settings = [one for base in task.bases() for one in build_candidates(base, task.ds_configs, [longest], cp_sizes, modes)]
     if not settings:
         return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; run wands train --dry-run to see the reasons."
     least = min(settings, key=lambda setting: setting.memory.needed)
     load = least.workload
     how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"
+    how += f", lora.quantize={load.recipe.lora.quantize}" if load.recipe.lora else ""
     return (
         f"no settings fit {gpus} x {task.machine.name}: the smallest settings ({how}, clips of up to {longest:,} "
         f"tokens) need {least.describe_memory()}; {fix}"

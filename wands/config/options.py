@@ -137,6 +137,9 @@ class InitOptions(ClipOptions):
     hardware: str | None = None
     """Name of the GPU type, such as h100 or rtx4090. `wands plan --help` lists the names [default: the known GPU type
     whose memory is closest to --gpu-memory; without --gpu-memory, the GPU of this machine]."""
+    host_memory: Annotated[float | None, Field(gt=0)] = None
+    """Main memory (RAM) of one node in GB [default: the memory of this machine if its GPU is used, or a typical value for
+    --hardware]."""
     force: bool = False
     """Replace files that an earlier wands init wrote to --out."""
 
@@ -382,14 +385,16 @@ class PlanOptions(RecipeOptions):
     variant: str | None = None
     """Plan for this published model, such as wan2.1-t2v-14b. The files of the model are not needed [default: the model of
     RECIPE]."""
-    hardware: str = "h100"
-    """Name of the GPU type: h100, h200, b200, a100-80gb, a100-40gb, l40s, a6000, rtx5090, rtx4090 or rtx3090. For another
-    GPU, use the name of a similar GPU together with --gpu-memory."""
+    hardware: str | None = None
+    """Name of the GPU type: h100, h200, b200, a100-80gb, a100-40gb, l40s, a6000, rtx5090, rtx4090, rtx3090, rtx4080, rtx5080,
+    rtx4070 or rtx3060. For another GPU, use the name of a similar GPU together with --gpu-memory [default: the known GPU type
+    whose memory is closest to --gpu-memory; without --gpu-memory, the GPU of this machine, or h100 if it has none]."""
     hardware_file: Path | None = None
     """File that `wands calibrate` wrote on a GPU of the type in --hardware. Its speeds replace the speeds of the data
     sheet [default: the file that `wands calibrate` wrote without --out for this GPU type, if there is one]."""
-    gpus: Annotated[int, Field(ge=1)] = 8
-    """Total number of GPUs in all nodes together."""
+    gpus: Annotated[int | None, Field(ge=1)] = None
+    """Total number of GPUs in all nodes together [default: the GPUs of this machine; without a GPU, 1 for an RTX card and 8 for
+    other types]."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
     """Memory of one GPU in GB [default: the value in the data sheet of --hardware]."""
     host_memory: Annotated[float | None, Field(gt=0)] = None

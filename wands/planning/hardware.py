@@ -35,9 +35,14 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "RTX 6000 Ada": 364.0,
     "RTX 5090": 209.5,
+    "RTX 5080": 112.6,
     "RTX 4090": 165.2,
+    "RTX 4080": 97.5,
+    "RTX 4070 Ti": 80.2,
+    "RTX 4070": 58.3,
     "A6000": 155.0,
     "RTX 3090": 71.0,
+    "RTX 3060": 25.5,
 }
 
 
@@ -102,7 +107,7 @@ def peak_tflops(gpu: str) -> float | None:
 def has_fp8(gpu: str) -> bool:
     """Return whether the GPU with this name multiplies in fp8 (compute capability 8.9 or higher)."""
     kind = next((key for key in PEAK_TFLOPS if key in gpu), "")
-    return kind not in ("A100", "A800", "A6000", "RTX 3090")
+    return kind not in ("A100", "A800", "A6000", "RTX 3090", "RTX 3060")
 
 
 _A100 = {"node_bandwidth": 200e9, "network_bandwidth": 22e9}
@@ -137,8 +142,13 @@ MACHINES = {
     "rtx5090": _machine("RTX 5090", 32, 1792, _EARLIER, **_PCIE),
     "rtx4090": _machine("RTX 4090", 24, 1008, _EARLIER, **_PCIE),
     "rtx3090": _machine("RTX 3090", 24, 936, _EARLIER, **_PCIE),
+    "rtx4080": _machine("RTX 4080", 16, 717, _EARLIER, **_PCIE),
+    "rtx5080": _machine("RTX 5080", 16, 960, _EARLIER, **_PCIE),
+    "rtx4070": _machine("RTX 4070", 12, 504, _EARLIER, **_PCIE),
+    "rtx3060": _machine("RTX 3060", 12, 360, _EARLIER, **_PCIE),
 }
-"""Maps each name that `wands plan --hardware` accepts to its machine."""
+"""Maps each name that `wands plan --hardware` accepts to its machine. Of GPUs with equal memory, the first stands for a GPU whose
+name is not given."""
 
 
 def machine_named(
@@ -152,8 +162,8 @@ def machine_named(
     machine = MACHINES.get(name.lower())
     if machine is None:
         raise ConfigError(
-            f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}. If your GPU is one of these "
-            "with another memory size, also set --gpu-memory."
+            f"--hardware {name} is not a known GPU. The known GPUs are {', '.join(MACHINES)}; use the name of a similar one, and "
+            "set --gpu-memory to the memory of yours in GB."
         )
     changes: dict[str, Any] = {key: value * GB for key, value in own.items() if value is not None}
     if gpu_memory is not None:

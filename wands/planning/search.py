@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ from wands.files import differences
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory, reserved_memory, to_gib
 from wands.planning.step_time import Prediction, predict
-from wands.planning.workload import Workload
+from wands.planning.workload import Weight, Workload
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 TENSOR_DEGREES = (2, 4, 8)
@@ -36,6 +36,12 @@ OFFLOADED = {"optimizer", "weights", "activations"}
 """Components that a run can move from the device to host memory."""
 HOST_SHARE = 0.9
 """Fraction of a node's host memory that its ranks may use for offloaded tensors."""
+BUSY_HOST = 0.85
+"""Speed of a run that offloads to the host / its computed speed, because offloading depends on how busy the host is."""
+QUANTIZED_GAIN = 1.1
+"""Speed from which a quantized base is chosen, as a multiple of the speed with the base as it is."""
+EQUAL = 0.98
+"""Settings with at least this fraction of the highest speed count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,34 @@ class Task:
         seq_lens: number of tokens of each clip in the data, int64 [N].
         machine: GPUs and links.
         ds_configs: the DeepSpeed JSONs to try, by name.
+        margin: fraction of the usable device memory that the settings must leave free.
+        quantize: function that returns the weights with a base of this `lora.quantize`; None if no other base may be tried.
+        asked: recipe that the user gave, if the recipe of `workload` has another base.
     """
 
     workload: Workload
     seq_lens: np.ndarray
     machine: Machine
     ds_configs: Mapping[str, Mapping[str, Any]]
+    margin: float = 0.0
+    quantize: Callable[[str], Sequence[Weight]] | None = None
+    asked: Recipe | None = None
+
+    def with_base(self, codec: str) -> Task:
+        """Return the task with its base quantized by a codec, such as "int8"."""
+        assert self.quantize is not None
+        recipe = self.workload.recipe
+        assert recipe.lora is not None
+        lora = recipe.lora.model_copy(update={"quantize": codec})
+        changed = recipe.model_copy(update={"lora": lora})
+        workload = replace(self.workload, recipe=changed, weights=self.quantize(codec))
+        return replace(self, workload=workload, quantize=None, asked=recipe)
+
+    def bases(self) -> Iterator[Task]:
+        """Yield the task, and then the task with each quantized base that may be tried, from the most exact."""
+        yield self
+        if self.quantize is not None:
+            yield from map(self.with_base, ("int8", "nf4"))
 
     @property
     def ranks_per_node(self) -> int:
@@ -105,7 +133,12 @@ class Candidate:
     @property
     def usable(self) -> float:
         """Bytes of one device's memory that tensors can use."""
-        return self.task.machine.memory - reserved_memory(self.workload)
+        return (1 - self.task.margin) * (self.task.machine.memory - reserved_memory(self.workload))
+
+    @property
+    def usable_host(self) -> float:
+        """Bytes of a node's host memory that its ranks can use together."""
+        return HOST_SHARE * self.task.machine.host_memory
 
     @property
     def host(self) -> float:
@@ -117,18 +150,24 @@ class Candidate:
         """Whether the device memory and the host memory of the machine are large enough."""
         if self.workload.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.usable
-        fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
-        return fits_host and self.memory.needed <= self.usable
+        return self.host <= self.usable_host and self.memory.needed <= self.usable
 
     def describe_memory(self) -> str:
         """Return a text with the memory that a run needs, and the memory that the machine has."""
         machine = self.task.machine
-        host = ""
-        if self.host:
-            available = to_gib(machine.host_memory)
-            host = f" and {to_gib(self.host)} of host memory per node ({available} available)"
+        host = f" and {self.describe_host()} per node" if self.host else ""
         device = f"{machine.name}: {to_gib(self.usable)} available"
         return f"{to_gib(self.memory.needed)} of device memory per rank ({device}){host}"
+
+    def describe_host(self) -> str:
+        """Return a text with the host memory that a node needs and has. A tenth is left to the system."""
+        total = to_gib(self.task.machine.host_memory)
+        return f"{to_gib(self.host)} of host memory ({to_gib(self.usable_host)} available, {HOST_SHARE:.0%} of {total})"
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether the run moves tensors between the device and host memory in every step."""
+        return bool(self.memory.host.keys() & OFFLOADED)
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -137,13 +176,23 @@ class Candidate:
 
     def changes(self) -> list[str]:
         """Return the recipe keys that this combination changes, as ``key=value`` strings with the new values."""
-        recipes = self.task.workload.recipe.model_dump(), self.workload.recipe.model_dump()
-        return [f"{key}={'null' if new is None else new}" for key, _, new in differences(*recipes)]
+        asked = self.task.asked or self.task.workload.recipe
+        changed = differences(asked.model_dump(), self.workload.recipe.model_dump())
+        return [f"{key}={'null' if new is None else new}" for key, _, new in changed]
+
+    @property
+    def _speed(self) -> float:
+        return BUSY_HOST if self.uses_host else 1.0
+
+    @property
+    def mfu(self) -> float:
+        """Predicted fraction of the device's peak that the step reaches."""
+        return self.prediction.mfu * self._speed
 
     @property
     def seconds(self) -> float:
         """Predicted seconds of an optimizer step, summed over the DiTs that the run trains."""
-        return self.prediction.seconds * self.workload.num_models
+        return self.prediction.seconds * self.workload.num_models / self._speed
 
     @property
     def tokens_per_second(self) -> float:
@@ -192,15 +241,33 @@ def settle_swapping(task: Task, ds_name: str) -> int:
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations of settings with which the run fits the machine, sorted by `_sort_key`, the fastest first.
+    """Return all combinations of settings with which the run fits the machine, sorted by tokens per second.
+
+    Only the first is the simplest of those that are as fast as the fastest (see `EQUAL`).
 
     A combination consists of a DeepSpeed JSON, a number of context-parallel ranks, a kind of activation checkpointing and swapped
     blocks. If it does not fit with the recipe's bin size, a smaller one is used that has space for the longest clip and is close
     to the largest that fits. The list is empty if no valid combination fits.
 
+    A quantized base is tried if nothing fits without host memory. The first that is `QUANTIZED_GAIN` times as fast is kept.
+
     Raises:
         ConfigError: if every combination is invalid, with the reason of the first.
     """
+    best: list[Candidate] = []
+    for of_base in task.bases():
+        found: list[Candidate] = []
+        with suppress(*([] if of_base is task else [ConfigError])):
+            found = _search_base(of_base)
+        if not best or (found and found[0].tokens_per_second > QUANTIZED_GAIN * best[0].tokens_per_second):
+            best = _sort([*found, *best])
+        if best and not best[0].uses_host:
+            break
+    return best
+
+
+def _search_base(task: Task) -> list[Candidate]:
+    """Return the combinations of `search` with the base of the task's recipe."""
     candidates: list[Candidate | None] = []
     errors = []
     cp_sizes = _cp_sizes(task.workload.recipe.parallel, task.workload.world_size)
@@ -215,7 +282,7 @@ def search(task: Task) -> list[Candidate]:
     settled = (_recompute_less(_swap_less(candidate)) for candidate in candidates if candidate)
     # A combination with "auto" may have turned out to need no swapped block.
     unique = {(one.ds_name, *one.changes()): one for one in settled}
-    return sorted(unique.values(), key=_sort_key)
+    return _sort(list(unique.values()))
 
 
 def _swap_settings(recipe: Recipe) -> tuple[int | str, ...]:
@@ -273,14 +340,12 @@ def _recompute_less(candidate: Candidate) -> Candidate:
     return recompute(numbers[index]) if index < len(numbers) else candidate
 
 
-def _sort_key(candidate: Candidate) -> int:
-    """Return a number that is smaller for faster combinations.
-
-    Speeds are rounded in steps of two percent, so equally fast combinations stay in the order of the search, from simple to
-    complex. Offloading depends on how busy the host is, so it counts as 15 % slower than predicted.
-    """
-    speed = candidate.tokens_per_second * (0.85 if candidate.memory.host.keys() & OFFLOADED else 1.0)
-    return -round(float(np.log(speed)) * 50)
+def _sort(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return combinations sorted by speed, except for the first. They are given in the order from simple to complex."""
+    by_speed = sorted(candidates, key=lambda one: -one.tokens_per_second)
+    limit = EQUAL * by_speed[0].tokens_per_second if by_speed else 0.0
+    simplest = next((one for one in candidates if one.tokens_per_second >= limit), None)
+    return by_speed if simplest is None else [simplest, *(one for one in by_speed if one is not simplest)]
 
 
 def build_candidates(
@@ -373,4 +438,5 @@ def _find_cure(task: Task, ds_name: str) -> str:
             steps = [f"set {' and '.join(changes)}"] if changes else []
             steps += [f"use --deepspeed {candidate.ds_name}"] if candidate.ds_name != ds_name else []
             return " and ".join(steps)
-    return "no setting fits; use more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
+    smaller = "" if recipe.lora and recipe.lora.quantize != "none" else ", or a LoRA with lora.quantize"
+    return f"no setting fits; use more or larger GPUs, {'or ' * (not smaller)}shorter or smaller clips{smaller}"

@@ -21,7 +21,8 @@ from wands.cli import main
 from wands.commands.init import init as module
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.recipe_loading import load_recipe
-from wands.planning.search import Machine
+from wands.planning import cluster
+from wands.planning.hardware import Machine
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -134,7 +135,7 @@ def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Pat
     new = (clips, "--out", tmp_path / "new")
     assert "no GPU that PyTorch can use; describe" in run(*new, exit_code=2).stderr
     small = run(*new, "--gpu-memory", 1, exit_code=2).stderr
-    assert "no settings fit 1 x RTX 4090 1 GB" in small
+    assert "no settings fit 1 x RTX 4070 1 GB" in small
     assert "lower --max-frames or --max-pixels, or use more or larger GPUs." in small
     large = run(*new, "--gpu-memory", 8, "--height", 1440, "--width", 2560, "--full", exit_code=2).stderr
     assert "clips of up to 57,600 tokens" in large
@@ -166,9 +167,9 @@ def test_a_large_source_is_sampled(clips: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_this_machine(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """GPUs that PyTorch finds are used, with their own name and memory. A small GPU gets no samples in the run."""
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 2)
     here = Machine(name="NVIDIA GeForce RTX 3090", memory=12.6e9, host_memory=128e9, ranks_per_node=2)
-    monkeypatch.setattr(module, "machine_here", lambda device, ranks: here)
+    monkeypatch.setattr(cluster, "machine_here", lambda device, ranks: here)
     done = run(clips, "--out", tmp_path / "new")
     assert "on 2 x RTX 3090 12.6 GB" in done.output
     assert "deepspeed --num_gpus 2 --module wands train" in done.output

@@ -23,6 +23,7 @@ from wands.config.options import CalibrateOptions, TrainOptions
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import CacheError, ConfigError
+from wands.planning import cluster
 from wands.planning.hardware import MACHINES, Machine, measurement_file
 from wands.planning.step_time import Prediction, predict
 from wands.planning.weights import list_weights
@@ -64,9 +65,10 @@ def test_report_of_a_shipped_recipe():
     rows = rows_of(report)
     assert len(rows) == 10
     gib = [float(row[6]) for row in rows]
-    assert max(gib) <= (MACHINES["h100"].memory - 1.4 * 2**30) / 2**30
-    speeds = [int(row[9].replace(",", "")) for row in rows if "offload" not in row[0]]
-    assert speeds[0] > 0.97 * max(speeds)
+    assert max(gib) <= 0.97 * (MACHINES["h100"].memory - 1.4 * 2**30) / 2**30, "a margin is left"
+    speeds = [int(row[9].replace(",", "")) for row in rows]
+    assert speeds[1:] == sorted(speeds[1:], reverse=True)
+    assert speeds[0] >= 0.98 * max(speeds)
     # 12 bytes a parameter in a checkpoint at ZeRO-3: masters, which are the weights, and moments
     assert "a checkpoint 171.5 GB" in report
 
@@ -179,7 +181,7 @@ def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
     """What `wands calibrate` measures is refused for another device, and read for its own, by name or from the cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sheet = run()
-    assert "on 8 x H100 80 GB; this is a prediction, with the speeds of kernels from the data sheet" in sheet
+    assert "this is a prediction, with the speeds of kernels from the data sheet" in sheet
     file = tmp_path / "speeds.json"
     assert f"of CPU {platform.machine()} in bytes/s, FLOP/s and seconds, written to {file}" in calibrate(
         CalibrateOptions(out=file)
@@ -258,7 +260,8 @@ def test_a_loras_frozen_base_has_no_states():
     ("options", "words"),
     [
         ({"hardware": "rtx4090", "gpus": 1}, "no settings fit 1 x RTX 4090 24 GB: the smallest settings ("),
-        ({"hardware": "abacus"}, "--hardware abacus is not a known machine; use one of h100"),
+        ({"hardware": "abacus"}, "--hardware abacus is not a known GPU. The known GPUs are h100, "),
+        ({"hardware": "abacus"}, "; use the name of a similar one, and set --gpu-memory to the memory of yours in GB."),
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
         ({"size": "1000x8"}, "--size 1000x8 is smaller than one video token"),
@@ -306,6 +309,57 @@ def test_table_says_more_of_larger_machines():
     assert len(cells) == 8
     assert cells["A14B full"][0] == "–"
     assert all(cell[1] != "–" for cell in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "head"),
+    [
+        ({}, "8 x H100 80 GB (assumed, because this machine has no GPU; name yours with --hardware or --gpu-memory)"),
+        ({"gpu_memory": 24.0}, "1 x RTX 4090 24 GB (the known GPU closest to --gpu-memory 24; name yours with --hardware)"),
+        ({"gpu_memory": 12.0}, "1 x RTX 4070 12 GB (the known GPU closest to --gpu-memory 12; name yours with --hardware)"),
+        ({"hardware": "rtx3090", "gpus": 2}, "2 x RTX 3090 24 GB (--hardware)"),
+    ],
+)
+def test_the_first_line_says_which_hardware_was_assumed(options, head):
+    report = run("wan2.1-t2v-1.3b-lora", deepspeed="zero2", **options)
+    assert report.splitlines()[0] == f"wan2.1-t2v-1.3b, LoRA, on {head}"
+
+
+def test_a_plan_is_for_the_gpus_of_this_machine(monkeypatch):
+    here = Machine(name="NVIDIA GeForce RTX 3090", memory=25.3e9, host_memory=128e9, ranks_per_node=2)
+    monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cluster, "machine_here", lambda device, ranks: here)
+    report = run("wan2.1-t2v-1.3b-lora", deepspeed="zero2")
+    assert report.startswith(
+        "wan2.1-t2v-1.3b, LoRA, on 2 x RTX 3090 25.3 GB (this machine, with NVIDIA GeForce RTX 3090)\n"
+    )
+    assert "(107.29 GiB available, 90% of 119.21 GiB)" in report
+
+
+def test_host_memory_that_does_not_fit_is_shown_with_its_limit():
+    """55.1 GiB of 59.6 GiB do not fit, because a tenth is left to the system. The base is quantized and nothing else is advised."""
+    keys = ("model.swap_blocks=0", "lora.quantize=nf4")
+    options = {"hardware": "rtx4090", "gpus": 1, "size": "720p", "deepspeed": "zero3_offload"}
+    with pytest.raises(ConfigError) as refused:
+        run("wan2.1-t2v-14b-lora", host_memory=24.0, overrides=keys, **options)
+    text = str(refused.value)
+    needed, limit, total = map(float, re.findall(r"([\d.]+) GiB", text.partition(" and ")[2])[:3])
+    assert needed > limit == pytest.approx(0.9 * total, abs=0.01)
+    assert "available, 90% of 22.35 GiB) per node" in text
+    assert "lora.quantize" not in text.partition("per node; ")[2]
+
+
+def test_a_base_is_quantized_where_the_host_has_no_room_for_it():
+    """A 14B base on 24 GB: swapped with 64 GB of RAM, quantized with 24 GB."""
+    options = {"hardware": "rtx4090", "clips": 10, "frames": 33, "deepspeed": "zero2"}
+    keys = ("packing.max_tokens=14040",)
+    large, small = (
+        run("wan2.1-t2v-14b-lora", host_memory=memory, overrides=keys, **options) for memory in (64.0, 20.0)
+    )
+    assert "lora.quantize" not in large
+    assert "swap_blocks" in large.splitlines()[-1]
+    assert {row[-1] for row in rows_of(small)} <= {"int8", "nf4"}
+    assert re.search(r" --set lora\.quantize=(int8|nf4)", small.splitlines()[-1])
 
 
 class Started(Exception):

@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
 from wands.model.files.hub import published_name
-from wands.planning.hardware import MACHINES
+from wands.planning.cluster import Cluster, choose_cluster
+from wands.planning.hardware import GB, with_measurements
 from wands.planning.memory import to_gib
 from wands.planning.sampling_load import sampling_load
-from wands.planning.search import Candidate, Task, machine_here, search
+from wands.planning.search import Candidate, Task, search
 from wands.preprocess.clip_rules import count_problems
 from wands.preprocess.preprocess_report import SHOWN_REJECTIONS
 from wands.sampling.requests import SampleRequest, build_requests
@@ -72,7 +74,7 @@ def init(options: InitOptions) -> str:
     name = published_name(model)  # no file of a published model is read
     variant = VARIANTS[name] if name else read_variant(model)
     base = _nearest_recipe(variant, "finetune" if options.full else "lora")
-    machine = _describe_machine(options).model_copy(update={"variant": name, "out": out})
+    cluster = _choose_cluster(options)
 
     given = options.model_dump(include=set(ClipOptions.model_fields), exclude_defaults=True)
     # Without a limit of the frames, the longest sample is known only after all clips are decoded.
@@ -94,15 +96,15 @@ def init(options: InitOptions) -> str:
     # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
     tokens = min(CLIPS_PER_STEP, samples) * mean
     usual_tokens = load_recipe(base).packing.max_tokens
-    max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / machine.gpus)))
+    max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / cluster.gpus)))
     bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
     recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
     prompt = _prompt_of(clip, sample, variant)
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
-    has_room = (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER
+    has_room = cluster.machine.memory / GB >= TEXT_ENCODER
     parts = find_model(recipe, name)
-    tasks = [build_task(recipe, parts, lens, machine, part) for part in [{}, load][: 1 + has_room]]
-    best = _fastest(tasks, samples, machine.gpus)
+    tasks = [build_task(recipe, parts, lens, cluster, part) for part in [{}, load][: 1 + has_room]]
+    best = _fastest(tasks, samples, cluster.gpus)
     if best is None:
         fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * options.full}or use more or larger GPUs."
         longest = f"the longest sample is {shown_key(clip.key)}, {sample.num_frames} frames of {sample.width}x{sample.height}; "
@@ -117,7 +119,7 @@ def init(options: InitOptions) -> str:
     clips = shlex.join([_absolute(options.source), *_flags(given)])
     facts = _describe_input(options, report) | dict(clip=clip, sample=sample, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
-    facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
+    facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, PlanOptions(out=out)), rule=rule)
     texts = _render(facts)
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
     texts += [ds_config, prompt.model_dump_json(exclude_unset=True)]
@@ -184,7 +186,7 @@ def _fastest(tasks: Sequence[Task], samples: int, gpus: int) -> Candidate | None
     # The run samples videos, unless that needs settings that are 10 % slower.
     return max(
         candidates,
-        key=lambda one: one.tokens_per_second * (0.9 if one.task is tasks[0] else 1.0),
+        key=lambda one: one.tokens_per_second * (1.0 if one.workload.video_tokens else 0.9),
         default=None,
     )
 
@@ -202,23 +204,15 @@ def _to_yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _describe_machine(options: InitOptions) -> PlanOptions:
-    """Return options of `wands plan` for the GPUs of `options`, or else of this machine."""
+def _choose_cluster(options: InitOptions) -> Cluster:
+    """Return the GPUs of `options`, or else of this machine."""
     count = torch.cuda.device_count()
-    hardware = options.hardware
-    memory = options.gpu_memory
-    node = {}
-    if not (count or hardware or memory):
+    if not (count or options.hardware or options.gpu_memory):
         fix = "describe the GPU for the training with --gpu-memory GB, or with --hardware and a name such as rtx4090."
         raise ConfigError(f"this machine has no GPU that PyTorch can use; {fix}")
-    if not (hardware or memory):
-        here = machine_here("cuda", count)
-        names = (key for key in MACHINES if key.partition("-")[0] in here.name.replace(" ", "").lower())
-        hardware = next(names, None)
-        memory = round(here.memory / 1e9, 1)
-        node = {"host_memory": here.host_memory / 1e9, "gpus_per_node": count}
-    hardware = hardware or min(MACHINES, key=lambda key: abs(MACHINES[key].memory / 1e9 - (memory or 0)))
-    return PlanOptions(hardware=hardware, gpu_memory=memory, gpus=options.gpus or count or 1, **node)
+    memory = {"gpu_memory": options.gpu_memory, "host_memory": options.host_memory}
+    cluster = choose_cluster(options.hardware, options.gpus or count or 1, **memory)
+    return replace(cluster, machine=with_measurements(cluster.machine, None))
 
 
 def _flags(options: dict[str, Any]) -> Iterator[str]:
