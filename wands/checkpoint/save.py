@@ -158,7 +158,9 @@ class CheckpointSaver:
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is a multiple of `checkpoint.every`."""
-        return bool(self._config.every) and step % self._config.every == 0
+        every = self._config.every
+        assert every != "auto", "settle_length has replaced it"
+        return bool(every) and step % every == 0
 
     @property
     def minutes_passed(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import arrays_of
+from wands.config.auto import usual_steps
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
 from wands.config.recipe import DataConfig, Recipe
@@ -43,6 +44,8 @@ from wands.variants import VARIANTS, Expert, Variant
 
 SIZES = {"480p": "480x832", "720p": "720x1280"}
 _NUM_ROWS = 10
+USUAL_BATCH = 8
+"""Number of clips in a step for which the time of a LoRA is also printed."""
 _TEXT_TOKENS = 150  # in a usual caption
 _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
 MARGIN = 0.03
@@ -90,7 +93,9 @@ def plan(options: PlanOptions) -> str:
     candidates = search(task)
     if not candidates:
         lora = "" if recipe.lora else " a LoRA (--set lora.rank=32),"
-        raise ConfigError(describe_smallest(task, f"use more or larger GPUs,{lora} or shorter or smaller clips."))
+        raise ConfigError(
+            describe_smallest(task, f"use more or larger GPUs,{lora} or shorter or smaller clips.")
+        )
     best = candidates[0]
     if options.out is not None:
         write_text(options.out / "recipe.yaml", best.workload.recipe.to_yaml())
@@ -108,7 +113,8 @@ def plan(options: PlanOptions) -> str:
 
 
 def what_fits(
-    names: Sequence[str] = ("rtx4070", "rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
+    names: Sequence[str] = ("rtx4070", "rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200"),
+    counts: Sequence[int] = (1, 8, 64),
 ) -> str:
     """Return Markdown tables of the fastest settings with which published models can be trained on common machines.
 
@@ -199,7 +205,9 @@ def build_task(
         world_size=gpus,
         **load,
     )
-    may_quantize = recipe.lora is not None and recipe.lora.quantize == "none" and recipe.precision.linears == "bf16"
+    may_quantize = (
+        recipe.lora is not None and recipe.lora.quantize == "none" and recipe.precision.linears == "bf16"
+    )
     return Task(
         workload=workload,
         seq_lens=lens,
@@ -283,6 +291,8 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     cache = _planned_cache_bytes(task, variant) / 1e9
     checkpoint = checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
+    if total == "auto":
+        total = usual_steps(steps)
     lines = [
         "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(best.usable)} that a GPU has for tensors",
@@ -293,6 +303,12 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.mfu:.1%} MFU; the run of {total:,} steps takes "
         f"{format_seconds(total * best.seconds)}; an epoch of {tokens:,} tokens has {steps:,} steps",
     ]
+    clips = bins * len(best.prediction.plan.seq_lens)
+    if recipe.lora and clips < USUAL_BATCH:
+        hours = format_seconds(total * best.seconds * USUAL_BATCH / clips)
+        lines.append(
+            f"        {clips} clips in a step; with {USUAL_BATCH} (train.bins_per_step), as many steps take {hours}"
+        )
     lines += _compare_tensor(best)
     if recipe.eval:
         # All clips are assumed to have the mean length.
@@ -363,7 +379,11 @@ def describe_smallest(task: Task, fix: str) -> str:
     longest = task.longest
     cp_sizes = (1, task.ranks_per_node)
     modes = ("offload", "full")
-    settings = [one for base in task.bases() for one in build_candidates(base, task.ds_configs, [longest], cp_sizes, modes)]
+    settings = [
+        one
+        for base in task.bases()
+        for one in build_candidates(base, task.ds_configs, [longest], cp_sizes, modes)
+    ]
     if not settings:
         return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; run wands train --dry-run to see the reasons."
     least = min(settings, key=lambda setting: setting.memory.needed)

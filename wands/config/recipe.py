@@ -313,12 +313,14 @@ class DataConfig(StrictModel):
     sources: list[SourceConfig] | None = Field(default=None, min_length=1)
     """Use this list to train on several caches. All caches must be made with the same encoders. Leave the list unset if
     you use `cache` or `mock`."""
-    holdout: float = Field(default=0.0, ge=0, lt=1)
+    holdout: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02 holds out about one
-    clip in 50. A hash of the clip's name decides whether the clip is held out. If you add clips, the decision for the
-    other clips does not change. All samples of a clip are held out together. If the data has only a few long clips
-    (films), a part of each film is held out instead. Samples just before and after this part are then not used.
-    Training samples that are nearly equal to a held-out sample are not used either."""
+    clip in 50. `auto` holds out a tenth of the clips: at least 2, or 4 from 40 clips on, and none of fewer than 12. Of more
+    than 200 clips, it holds out 20, or a fiftieth if that is more. A hash of the clip's name decides whether the clip is
+    held out. If you add clips, the decision for the other clips does not change with a fraction, and may change with
+    `auto`. All samples of a clip are held out together. If the data has only a few long clips (films), a part of each
+    film is held out instead. Samples just before and after this part are then not used. Training samples that are nearly
+    equal to a held-out sample are not used either."""
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips that the run trains on. `data.holdout` sets how many clips are held out. The value `train`
     uses the clips that are not held out. The value `holdout` uses only the held-out clips, and `all` uses all clips."""
@@ -517,9 +519,9 @@ class TrainConfig(StrictModel):
     seed: int = 0
     """Seed of the sample order, the noise, the dropout and random initial weights. Two runs with equal seeds give equal
     results on any number of GPUs, except for rounding."""
-    max_steps: int | None = Field(default=None, gt=0)
+    max_steps: Literal["auto"] | Annotated[int, Field(gt=0)] | None = None
     """Number of optimizer steps of the whole training. If this key is set, `epochs` has no effect. If this key is unset,
-    training lasts `epochs` epochs."""
+    training lasts `epochs` epochs. `auto` chooses 1,500 steps, but at least 4 and at most 300 passes over the data."""
     epochs: int = Field(default=1, gt=0)
     """Number of times that training passes over the data. This key has an effect only if `max_steps` is unset."""
     bins_per_step: int = Field(default=1, gt=0, le=2**20)
@@ -561,8 +563,9 @@ class TrainConfig(StrictModel):
 class CheckpointConfig(StrictModel):
     """Interval between checkpoints, and number of checkpoints to keep."""
 
-    every: int = Field(default=500, ge=0)
-    """Number of optimizer steps between two checkpoints. 0 saves a checkpoint only at the end of training."""
+    every: Literal["auto"] | Annotated[int, Field(ge=0)] = 500
+    """Number of optimizer steps between two checkpoints. 0 saves a checkpoint only at the end of training. `auto` saves six
+    checkpoints in a run, or more if they would be more than 500 steps apart."""
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep on disk. When a new checkpoint is saved, wands deletes the oldest checkpoints beyond
     this number."""

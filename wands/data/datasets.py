@@ -15,6 +15,7 @@ import numpy as np
 from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import conditions_of, published_conditions, specs_of
+from wands.config.auto import MIN_CLIPS
 from wands.config.recipe import DataConfig, MockConfig, SourceConfig
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
@@ -217,6 +218,10 @@ def open_held_out(
     if not section.holdout or section.split != "train":
         return None
     # The training data has been compared with the fingerprint.
+    if section.holdout == "auto":
+        sides = _choose_sides(section, _open_sources(section, variant, seed, dict))
+        if not any((side == HELD_OUT).any() for side in sides):
+            return None
     return open_data(section.model_copy(update={"split": "holdout"}), variant, seed, dict)
 
 
@@ -271,7 +276,9 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
             "holdout": f"{here:,} held-out clips, {there:,} left out",
             "all": f"all {here:,} clips, none held out",
         }
-        lines.append(f"split {section.split} (data.holdout={section.holdout:g}): {shares[section.split]}")
+        lines.append(f"split {section.split} (data.holdout={section.holdout}): {shares[section.split]}")
+        if not there and section.holdout == "auto" and section.split == "train":
+            lines[-1] += f", because there are fewer than {MIN_CLIPS} clips"
         if gap or duplicates:
             lines[-1] += f"; left out: {gap:,} next to and {duplicates:,} nearly equal to held-out clips"
     lines += [f"data.exclude leaves out {plural(len(section.exclude), 'sample')}"] * bool(section.exclude)
@@ -343,7 +350,7 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
         contents = np.concatenate([_contents(cache) for cache in caches])
         drop_duplicates(sides, contents, np.concatenate([cache.index.signatures for cache in caches]))
     num_held, num_train = ((sides == side).sum() for side in (HELD_OUT, TRAIN))
-    if not num_held or not num_train:
+    if not num_train or not (num_held or section.holdout == "auto"):
         smallest = smallest_fraction(names)
         if len({clip_name(name) for name in names}) == 1 or (not num_held and smallest >= 1):
             fix = "Add clips."

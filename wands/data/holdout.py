@@ -11,12 +11,14 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wands.config.auto import usual_held_out
 from wands.data.cache.format import checksum, to_bits
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS
 
@@ -71,7 +73,9 @@ def _place(key: str) -> int:
     return _hash(clip_name(key), b"wands holdout")
 
 
-def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
+def choose_sides(
+    keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float | Literal["auto"]
+) -> np.ndarray:
     """Return int8 [N], TRAIN, HELD_OUT or GAP (not used) for each sample.
 
     A film is a clip with at least `MIN_WINDOWS` windows. Few films means that (number of films) * `fraction` or (number of films)
@@ -87,10 +91,9 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
     Args:
         keys: keys of the samples of all sources.
         seconds: for each source, lengths of its samples in seconds.
-        fraction: share of the clips to hold out, from 0 to 1.
+        fraction: share of the clips to hold out, from 0 to 1, or "auto" for the number of `usual_held_out`.
     """
     names = [clip_name(key) for key in keys]
-    sides = hold_out(keys, fraction).astype(np.int8)
     counts = Counter(names)
     # All windows of a source have the same length, but the last window of a film may be shorter.
     longest = np.repeat([part.max(initial=0) for part in seconds], [len(part) for part in seconds])
@@ -99,11 +102,24 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
         if counts[name] >= MIN_WINDOWS:
             films[name][_time_range(keys[row], length, longest[row])].append(row)
     cut = {name: windows for name, windows in films.items() if len(windows) >= MIN_WINDOWS}
+    if fraction == "auto":
+        total = len(counts) - len(cut) + sum(map(len, cut.values()))  # a window of a film counts as a clip
+        fraction = usual_held_out(total) / max(total, 1)
+        sides = _hold_out_first(keys, round(fraction * (len(counts) - len(cut))))
+    else:
+        sides = hold_out(keys, fraction).astype(np.int8)
     if len(cut) * min(fraction, 1 - fraction) < FEW_FILMS:
         for name, windows in cut.items():
             for time_range, side in _cut_film(name, sorted(windows), fraction):
                 sides[windows[time_range]] = side
     return sides
+
+
+def _hold_out_first(keys: Sequence[str], number: int) -> np.ndarray:
+    """Return int8 [N], HELD_OUT for samples of the first `number` clips in the order in which clips are held out."""
+    places = {clip_name(key): _place(key) for key in keys}
+    chosen = set(sorted(places, key=places.__getitem__)[:number])
+    return np.array([HELD_OUT if clip_name(key) in chosen else TRAIN for key in keys], np.int8)
 
 
 def signature(latents: Tensor) -> np.ndarray:

@@ -16,9 +16,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from math import ceil, floor
+from typing import Literal
 
 import numpy as np
 
+from wands.config.auto import usual_steps
 from wands.data.bins import Bin
 from wands.data.packing import Cost, EpochPlan, Step, bin_costs, count_steps, plan_epoch, storage_windows
 from wands.errors import ConfigError, DataError
@@ -151,6 +153,7 @@ class PlanSampler:
         keys: sample id of every row. All rows of a sample have the same id.
         cost: cost of each row, or a rule for it, see `Cost`. The plan balances it between the ranks.
         epochs: number of epochs. It is used only if `max_steps` is None.
+        max_steps: number of steps, or "auto" for `usual_steps`.
         level_bins: number of bins that get similar costs because the ranks process them at the same time, see `plan_epoch`.
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
@@ -175,7 +178,7 @@ class PlanSampler:
     seed: int
     cost: Cost
     epochs: int = 1
-    max_steps: int | None = None
+    max_steps: Literal["auto"] | int | None = None
     level_bins: int | None = None
     schedule: RepeatSchedule | None = None
     buffer_size: int | None = None
@@ -206,7 +209,12 @@ class PlanSampler:
             self._first_steps.insert(0, self.start[1] - earlier.num_steps)
         self._plan = (self.start[0], self._plan_epoch(self.start[0]))
         self.steps_per_epoch = self._plan[1].num_steps
-        self.total_steps = self.max_steps if self.max_steps is not None else self.first_step(self.epochs)
+        self.total_steps = self._count_all()
+
+    def _count_all(self) -> int:
+        if self.max_steps == "auto":
+            return usual_steps(self.steps_per_epoch)
+        return self.first_step(self.epochs) if self.max_steps is None else self.max_steps
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch."""

@@ -30,8 +30,8 @@ def choose_cluster(
 ) -> Cluster:
     """Return the GPUs that the options of a command describe. Memory is in GB, bandwidths are in GB/s.
 
-    Without `hardware`, the GPU is the known one whose memory is closest to `gpu_memory`; without both, the GPU of this machine, or
-    an H100 if it has none. Without `gpus`, their number is that of this machine, else 8, or 1 for a card of a workstation.
+    Without `hardware`, the GPU is the known one whose memory is closest to `gpu_memory`; without both, the GPU of this machine,
+    or an H100 if it has none. Without `gpus`, their number is that of this machine, else 8, or 1 for a card of a workstation.
 
     Raises:
         ConfigError: if the hardware is unknown.

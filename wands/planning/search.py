@@ -439,4 +439,6 @@ def _find_cure(task: Task, ds_name: str) -> str:
             steps += [f"use --deepspeed {candidate.ds_name}"] if candidate.ds_name != ds_name else []
             return " and ".join(steps)
     smaller = "" if recipe.lora and recipe.lora.quantize != "none" else ", or a LoRA with lora.quantize"
-    return f"no setting fits; use more or larger GPUs, {'or ' * (not smaller)}shorter or smaller clips{smaller}"
+    return (
+        f"no setting fits; use more or larger GPUs, {'or ' * (not smaller)}shorter or smaller clips{smaller}"
+    )

@@ -16,6 +16,7 @@ from wands.checkpoint.epoch_files import follow_data, follow_plan
 from wands.checkpoint.resume import check_resumable, find_resume
 from wands.conditions.condition import Condition
 from wands.conditions.published import conditions_of
+from wands.config.auto import usual_interval
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import FlowConfig, Recipe, SourceConfig
@@ -180,7 +181,7 @@ def prepare_run(
     schedule = _plan(recipe, data, model, objective, collator)
     schedule, data_change = _follow(schedule, recipe, data, checkpoint, identity.fingerprint)
     return PreparedRun(
-        recipe=recipe,
+        recipe=settle_length(recipe, schedule.total_steps),
         ds_config=ds_config,
         model=model,
         data=data,
@@ -196,6 +197,17 @@ def prepare_run(
         samples=samples,
         data_change=data_change,
     )
+
+
+def settle_length(recipe: Recipe, total_steps: int) -> Recipe:
+    """Return the recipe of a run of this length, with numbers in place of `auto`."""
+    changes: dict[str, Any] = {}
+    if recipe.train.max_steps == "auto":
+        changes["train"] = recipe.train.model_copy(update={"max_steps": total_steps})
+    if recipe.checkpoint.every == "auto":
+        every = usual_interval(total_steps)
+        changes["checkpoint"] = recipe.checkpoint.model_copy(update={"every": every})
+    return recipe.model_copy(update=changes)
 
 
 def check_hashes(run: PreparedRun, rank: int) -> str | None:

@@ -73,7 +73,7 @@ def start_block(run: PreparedRun) -> str:
     if sampler.total_steps <= recipe.optim.warmup and "scheduler" not in run.ds_config:
         rows["steps"].append(
             f"WARNING: all {sampler.total_steps:,} steps are warm-up (optim.warmup={recipe.optim.warmup:g}), so that little is "
-            "learned; set train.max_steps, for example to 1500, and optim.warmup=0.05"
+            "learned; set train.max_steps=auto and optim.warmup=0.05"
         )
     if recipe.eval:
         rows["evaluation"] = [f"{get_plan(run)[0].describe()}, every {recipe.eval.every:,} steps"]

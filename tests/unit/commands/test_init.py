@@ -137,6 +137,8 @@ def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Pat
     small = run(*new, "--gpu-memory", 1, exit_code=2).stderr
     assert "no settings fit 1 x RTX 4070 1 GB" in small
     assert "lower --max-frames or --max-pixels, or use more or larger GPUs." in small
+    host = run(*new, "--gpu-memory", 1, "--host-memory", 2, exit_code=2).stderr
+    assert "available, 90% of 1.86 GiB) per node" in host
     large = run(*new, "--gpu-memory", 8, "--height", 1440, "--width", 2560, "--full", exit_code=2).stderr
     assert "clips of up to 57,600 tokens" in large
     assert "the longest sample is c #1: end, 13 frames of 2560x1440; lower" in large
@@ -203,25 +205,26 @@ def test_an_image_to_video_model_samples_from_the_clip(clips: Path, tiny_variant
     assert load_recipe(tmp_path / "new" / "recipe.yaml").lora is None
 
 
-def test_clips_are_held_out_if_there_are_enough(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_clips_are_held_out_if_there_are_enough(clips: Path, tmp_path: Path):
     source = tmp_path / "many.jsonl"
     video = str(clips / "a.mp4")
     rows = [
         json.dumps({"video": video, "caption": f"clip {i}", "start": 0, "end": 0.3 + i / 100})
         for i in range(24)
     ]
-    source.write_text("\n".join(rows[:19]))
+    source.write_text("\n".join(rows[:11]))
     run(source, "--gpu-memory", 80, "--out", tmp_path / "new")
     assert load_recipe(tmp_path / "new" / "recipe.yaml").data.holdout == 0
+    assert (
+        "No clip is held out, because there are fewer than 12."
+        in (tmp_path / "new" / "recipe.yaml").read_text()
+    )
     source.write_text("\n".join(rows))
     run(source, "--gpu-memory", 80, "--out", tmp_path / "new", "--force")
     recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
-    assert recipe.data.holdout == 0.1
+    assert recipe.data.holdout == "auto"
     assert recipe.eval
     assert recipe.train.max_steps == 900  # 3 steps are a pass, at most 300 passes
-    monkeypatch.setattr(module, "USUAL_STEPS", 1)
-    run(source, "--gpu-memory", 80, "--out", tmp_path / "new", "--force")
-    assert load_recipe(tmp_path / "new" / "recipe.yaml").train.max_steps == 12  # at least 4 passes
 
 
 def test_the_shell_and_the_folder_change_no_argument(

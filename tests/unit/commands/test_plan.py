@@ -261,7 +261,10 @@ def test_a_loras_frozen_base_has_no_states():
     [
         ({"hardware": "rtx4090", "gpus": 1}, "no settings fit 1 x RTX 4090 24 GB: the smallest settings ("),
         ({"hardware": "abacus"}, "--hardware abacus is not a known GPU. The known GPUs are h100, "),
-        ({"hardware": "abacus"}, "; use the name of a similar one, and set --gpu-memory to the memory of yours in GB."),
+        (
+            {"hardware": "abacus"},
+            "; use the name of a similar one, and set --gpu-memory to the memory of yours in GB.",
+        ),
         ({"gpus": 12}, "--gpus 12 must be a multiple of 8"),
         ({"size": "big"}, "--size big is neither 480p, 720p nor HEIGHTxWIDTH"),
         ({"size": "1000x8"}, "--size 1000x8 is smaller than one video token"),
@@ -314,9 +317,18 @@ def test_table_says_more_of_larger_machines():
 @pytest.mark.parametrize(
     ("options", "head"),
     [
-        ({}, "8 x H100 80 GB (assumed, because this machine has no GPU; name yours with --hardware or --gpu-memory)"),
-        ({"gpu_memory": 24.0}, "1 x RTX 4090 24 GB (the known GPU closest to --gpu-memory 24; name yours with --hardware)"),
-        ({"gpu_memory": 12.0}, "1 x RTX 4070 12 GB (the known GPU closest to --gpu-memory 12; name yours with --hardware)"),
+        (
+            {},
+            "8 x H100 80 GB (assumed, because this machine has no GPU; name yours with --hardware or --gpu-memory)",
+        ),
+        (
+            {"gpu_memory": 24.0},
+            "1 x RTX 4090 24 GB (the known GPU closest to --gpu-memory 24; name yours with --hardware)",
+        ),
+        (
+            {"gpu_memory": 12.0},
+            "1 x RTX 4070 12 GB (the known GPU closest to --gpu-memory 12; name yours with --hardware)",
+        ),
         ({"hardware": "rtx3090", "gpus": 2}, "2 x RTX 3090 24 GB (--hardware)"),
     ],
 )
@@ -337,7 +349,7 @@ def test_a_plan_is_for_the_gpus_of_this_machine(monkeypatch):
 
 
 def test_host_memory_that_does_not_fit_is_shown_with_its_limit():
-    """55.1 GiB of 59.6 GiB do not fit, because a tenth is left to the system. The base is quantized and nothing else is advised."""
+    """A tenth is left to the system. A base that is quantized already is not to be quantized."""
     keys = ("model.swap_blocks=0", "lora.quantize=nf4")
     options = {"hardware": "rtx4090", "gpus": 1, "size": "720p", "deepspeed": "zero3_offload"}
     with pytest.raises(ConfigError) as refused:

@@ -23,6 +23,7 @@ from wands.data.holdout import (
     MAX_BITS,
     MIN_WINDOWS,
     TRAIN,
+    _place,
     choose_sides,
     clip_name,
     drop_duplicates,
@@ -250,3 +251,22 @@ def test_a_signature_knows_a_copy_and_another_take() -> None:
         assert (signature(still.bfloat16()) ^ signature((still + noise[:, :1]).bfloat16()))[1] != 0
     assert signature(video(0)).all()
     assert not signature(torch.zeros(16, 5, 4, 4))[1]  # nothing moves: no signature
+
+
+@pytest.mark.parametrize(("clips", "number"), [(11, 0), (12, 2), (40, 4), (1000, 20)])
+def test_auto_holds_out_a_number_of_clips_with_all_their_samples(clips: int, number: int) -> None:
+    keys = [f"{clip}.mp4#{window:04d}" for clip in range(clips) for window in range(2)]
+    sides = choose_sides(keys, [np.ones(len(keys))], "auto")
+    held = {clip_name(key) for key, side in zip(keys, sides, strict=True) if side == HELD_OUT}
+    assert len(held) == number
+    assert (sides == HELD_OUT).sum() == 2 * number
+    assert not number or set(np.flatnonzero(hold_out(keys, 1e-9 + max(map(_place, held)) / 2.0**64))) == set(
+        np.flatnonzero(sides == HELD_OUT)
+    ), "the clips that the smallest fraction holds out"
+
+
+def test_auto_holds_out_a_span_of_a_film() -> None:
+    keys = [f"film.mp4#{window:04d}" for window in range(100)]
+    held = np.flatnonzero(choose_sides(keys, [np.full(100, 5.0)], "auto") == HELD_OUT)
+    assert len(held) in (10, 11)
+    assert held[-1] - held[0] == len(held) - 1

@@ -18,6 +18,7 @@ import torch
 from wands.commands.check.check import check
 from wands.commands.check.check_report import CheckedClip, CheckedSample, CheckReport
 from wands.commands.plan import build_task, describe_smallest, find_model, start_command
+from wands.config.auto import MAX_PASSES, MIN_PASSES, USUAL_STEPS, usual_interval, usual_steps
 from wands.config.options import CheckOptions, ClipOptions, InitOptions, PlanOptions
 from wands.config.recipe_loading import load_recipe
 from wands.data.clips.clip import ClipSpec
@@ -45,15 +46,9 @@ MAX_CLIPS = 500
 CLIPS_PER_STEP = 8
 """Mean number of clips in an optimizer step: fewer if the data has fewer clips, more with many GPUs, because each data-parallel
 rank gets at least one bin."""
-MIN_PASSES = 4
-USUAL_STEPS = 1500
-MAX_PASSES = 300
-"""Length of a run: `USUAL_STEPS` steps, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the samples."""
 MAX_HOURS = 12
 """Largest predicted time of a run in hours, even if it then makes fewer than `MIN_PASSES` passes over the samples. The user can
 resume the run with more steps."""
-MIN_SAMPLES = 20
-"""Smallest number of samples for which a tenth of the clips is held out."""
 TEXT_ENCODER = 13.4
 """GPU memory in GB for the text encoder in bf16 and the CUDA context."""
 
@@ -113,13 +108,22 @@ def init(options: InitOptions) -> str:
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
     step_tokens = best.workload.recipe.train.bins_per_step * sum(best.prediction.plan.seq_lens)
     epoch = max(round(num_samples * mean / step_tokens), 1)
-    usual = max(MIN_PASSES * epoch, min(USUAL_STEPS, MAX_PASSES * epoch))
-    steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
+    steps = max(min(usual_steps(epoch), int(3600 * MAX_HOURS / best.seconds)), 1)
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
     facts = _describe_input(options, report) | dict(clip=clip, sample=sample, held=held, clips=clips)
-    facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
-    facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, PlanOptions(out=out)), rule=rule)
+    facts |= dict(
+        best=best,
+        base=base,
+        epoch=epoch,
+        steps=steps,
+        every=usual_interval(steps),
+        num_samples=num_samples,
+        has_room=has_room,
+    )
+    facts |= dict(
+        variant=variant, model=model, out=str(out), train=start_command(best, PlanOptions(out=out)), rule=rule
+    )
     texts = _render(facts)
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
     texts += [ds_config, prompt.model_dump_json(exclude_unset=True)]
@@ -157,11 +161,9 @@ def _nearest_recipe(variant: Variant, kind: str) -> str:
 
 
 def _hold_out(report: CheckReport) -> np.ndarray:
-    """Return for each sample whether it is held out; all are False if there are too few samples."""
+    """Return for each sample whether it is held out."""
     keys, seconds = zip(*((s.key, s.num_frames / report.spec.fps) for s in report.samples), strict=True)
-    held = choose_sides(keys, [np.array(seconds)], 0.1) == HELD_OUT
-    held &= MIN_SAMPLES <= len(held) != held.sum()
-    return held
+    return choose_sides(keys, [np.array(seconds)], "auto") == HELD_OUT
 
 
 def _most_tokens(spec: ClipSpec, variant: Variant) -> int:
@@ -210,8 +212,12 @@ def _choose_cluster(options: InitOptions) -> Cluster:
     if not (count or options.hardware or options.gpu_memory):
         fix = "describe the GPU for the training with --gpu-memory GB, or with --hardware and a name such as rtx4090."
         raise ConfigError(f"this machine has no GPU that PyTorch can use; {fix}")
-    memory = {"gpu_memory": options.gpu_memory, "host_memory": options.host_memory}
-    cluster = choose_cluster(options.hardware, options.gpus or count or 1, **memory)
+    cluster = choose_cluster(
+        options.hardware,
+        options.gpus or count or 1,
+        gpu_memory=options.gpu_memory,
+        host_memory=options.host_memory,
+    )
     return replace(cluster, machine=with_measurements(cluster.machine, None))
 
 
