@@ -165,6 +165,9 @@ def test_dry_run_of_a_published_model_needs_no_network(
         in result.output
     )
     assert "memory      about" in result.output
+    none = "split train (data.holdout=auto): 1 clips to train on, 0 held out, because there are fewer than 12 clips"
+    assert none in result.output
+    assert "300 in all, 1 per epoch" in result.output
     assert "not checked, because Wan-AI/Wan2.1-T2V-1.3B-Diffusers is not downloaded: the" in result.output
     with pytest.raises(ConfigError, match="Diffusers is not a folder and cannot be downloaded from the Hub"):
         load_run("wan2.1-t2v-1.3b-lora", None, common[1::2], world_size=1)
@@ -173,6 +176,14 @@ def test_dry_run_of_a_published_model_needs_no_network(
     wrong = refused("train", "wan2.2-ti2v-5b-lora", *common, *images, "--dry-run")
     assert "was made for wan2.1-t2v-1.3b" in wrong
     assert "no.png cannot be used" in wrong
+
+
+def test_a_shipped_recipe_fits_its_length_to_the_clips(offline: Path):
+    mock = ("--set", "data.mock={num_samples: 440, shapes: [[1, 2, 2]]}", "--set", "packing.max_tokens=1")
+    output = invoke("train", "wan2.1-t2v-1.3b-lora", "--dry-run", *mock).output
+    assert "split train (data.holdout=auto): 420 clips to train on, 20 held out" in output
+    assert "1,680 in all, 420 per epoch" in output
+    assert "held-out and" in output
 
 
 @pytest.mark.parametrize("name", ["{}.safetensors", "{}-00001-of-00001.safetensors"])

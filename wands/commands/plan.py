@@ -292,7 +292,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     checkpoint = checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
     if total == "auto":
-        total = usual_steps(steps)
+        total = usual_steps(steps, bins)
     lines = [
         "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(best.usable)} that a GPU has for tensors",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 USUAL_STEPS = 1500
+USUAL_BINS = 12_000
 MIN_PASSES = 4
 MAX_PASSES = 300
 MIN_CLIPS = 12
 """Smallest number of clips of which some are held out."""
 
 
-def usual_steps(steps_per_epoch: int) -> int:
-    """Number of steps of a run: `USUAL_STEPS`, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the data."""
-    return max(MIN_PASSES * steps_per_epoch, min(USUAL_STEPS, MAX_PASSES * steps_per_epoch))
+def usual_steps(steps_per_epoch: int, bins_per_step: int) -> int:
+    """Number of steps of a run: `USUAL_STEPS`, or fewer if they have more than `USUAL_BINS` bins.
+
+    They are at least `MIN_PASSES` and at most `MAX_PASSES` passes over the data.
+    """
+    usual = min(USUAL_STEPS, max(USUAL_BINS // bins_per_step, 1))
+    return max(MIN_PASSES * steps_per_epoch, min(usual, MAX_PASSES * steps_per_epoch))
 
 
 def usual_interval(steps: int) -> int:

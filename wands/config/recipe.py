@@ -521,7 +521,8 @@ class TrainConfig(StrictModel):
     results on any number of GPUs, except for rounding."""
     max_steps: Literal["auto"] | Annotated[int, Field(gt=0)] | None = None
     """Number of optimizer steps of the whole training. If this key is set, `epochs` has no effect. If this key is unset,
-    training lasts `epochs` epochs. `auto` chooses 1,500 steps, but at least 4 and at most 300 passes over the data."""
+    training lasts `epochs` epochs. `auto` chooses 1,500 steps, or fewer if they have
+    more than 12,000 bins, but at least 4 and at most 300 passes over the data."""
     epochs: int = Field(default=1, gt=0)
     """Number of times that training passes over the data. This key has an effect only if `max_steps` is unset."""
     bins_per_step: int = Field(default=1, gt=0, le=2**20)

@@ -165,7 +165,8 @@ def _validation_problems(error: ValidationError) -> Iterator[str]:
     """Yield one message per invalid key. If a key accepts several types, the message lists one reason for each type."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for item in error.errors():
-        path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without types: "list[str]"
+        # Without the names of types, such as "list[str]" and "constrained-int".
+        path = tuple(str(part) for part in item["loc"] if not re.search(r"\[|^constrained-", str(part)))
         if item["type"] in ("extra_forbidden", "invalid_key"):
             prefix = "".join(f"{part}." for part in path[:-1])
             fix = suggest(path[-1], _section_at(path[:-1]).model_fields, prefix)

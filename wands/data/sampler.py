@@ -213,7 +213,7 @@ class PlanSampler:
 
     def _count_all(self) -> int:
         if self.max_steps == "auto":
-            return usual_steps(self.steps_per_epoch)
+            return usual_steps(self.steps_per_epoch, self.bins_per_step)
         return self.first_step(self.epochs) if self.max_steps is None else self.max_steps
 
     def num_steps(self, epoch: int) -> int:

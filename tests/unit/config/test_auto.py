@@ -13,7 +13,12 @@ from wands.train.prepare import settle_length
     ("steps_per_epoch", "steps"), [(1, 300), (3, 900), (5, 1500), (200, 1500), (375, 1500), (1000, 4000)]
 )
 def test_few_clips_are_trained_for_1500_steps_and_many_for_four_passes(steps_per_epoch: int, steps: int):
-    assert usual_steps(steps_per_epoch) == steps
+    assert usual_steps(steps_per_epoch, bins_per_step=1) == steps
+
+
+def test_large_steps_are_fewer():
+    assert usual_steps(5, bins_per_step=8) == 1500
+    assert usual_steps(5, bins_per_step=32) == 375
 
 
 @pytest.mark.parametrize(("steps", "interval"), [(1, 1), (300, 50), (1500, 250), (30_000, 500)])

@@ -108,7 +108,12 @@ def init(options: InitOptions) -> str:
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
     step_tokens = best.workload.recipe.train.bins_per_step * sum(best.prediction.plan.seq_lens)
     epoch = max(round(num_samples * mean / step_tokens), 1)
-    steps = max(min(usual_steps(epoch), int(3600 * MAX_HOURS / best.seconds)), 1)
+    steps = max(
+        min(
+            usual_steps(epoch, best.workload.recipe.train.bins_per_step), int(3600 * MAX_HOURS / best.seconds)
+        ),
+        1,
+    )
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
     facts = _describe_input(options, report) | dict(clip=clip, sample=sample, held=held, clips=clips)
