@@ -307,7 +307,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     if recipe.lora and clips < USUAL_BATCH:
         hours = format_seconds(total * best.seconds * USUAL_BATCH / clips)
         lines.append(
-            f"        {clips} clips in a step; with {USUAL_BATCH} (train.bins_per_step), as many steps take {hours}"
+            f"        {clips} {'clip' if clips == 1 else 'clips'} in a step; with {USUAL_BATCH} (train.bins_per_step), as many steps take {hours}"
         )
     lines += _compare_tensor(best)
     if recipe.eval:

@@ -96,11 +96,19 @@ def test_a_plan_needs_no_cache(tmp_path):
     few, many = (run(**options, clips=number) for number in (40, 400))
     seconds = seconds_of(many)
     assert f"the run of 1,500 steps takes {format_seconds(1500 * seconds)}; " in many
-    assert "an epoch of 1,310,400 tokens has 5 steps" in few
-    assert "an epoch of 13,104,000 tokens has 50 steps" in many
+    assert "an epoch of 1,310,400 tokens has 40 steps" in few
+    assert "an epoch of 13,104,000 tokens has 400 steps" in many
     assert "assumed: 400 clips (--clips) of 81 frames (--frames), 480p (--size)" in many.splitlines()
     assert "--set data.cache=DIR" not in many
     assert "--set data.cache=DIR" in run("wan2.1-t2v-1.3b-lora")
+
+
+def test_a_plan_of_a_lora_prints_the_hours_of_one_clip_in_a_step_and_of_eight():
+    report = run("wan2.1-t2v-1.3b-lora", gpus=1, clips=40, hardware="rtx4090", deepspeed="zero2")
+    assert "the run of 1,500 steps takes" in report, "the rule of max_steps: auto"
+    one, eight = re.findall(r"steps takes? ([\d.]+) h", report)
+    assert float(eight) == pytest.approx(8 * float(one), rel=0.02)
+    assert "1 clips in a step; with 8 (train.bins_per_step)" not in report
 
 
 @pytest.mark.slow
@@ -443,7 +451,7 @@ def test_the_table_of_the_docs_is_what_is_printed():
     """One column of the table: all columns take half a minute."""
     printed = what_fits(("h100",), (8,)).splitlines()
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").splitlines()
-    start = page.index("| 8 GPUs | 24 GB | 48 GB | 80 GB | 141 GB |")
+    start = page.index("| 8 GPUs | 12 GB | 16 GB | 24 GB | 32 GB | 48 GB | 80 GB | 141 GB |")
     rows = [[x.strip() for x in row.split("|")] for row in page[start : start + len(printed)]]
-    column = [(row[1], row[4]) for row in rows]
+    column = [(row[1], row[7]) for row in rows]
     assert column[2:] == [tuple(x.strip() for x in row.split("|")[1:3]) for row in printed[2:]]

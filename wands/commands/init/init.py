@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ FILES = ("recipe.yaml", "commands.sh", "deepspeed.json", "prompts.jsonl")
 MAX_CLIPS = 500
 """Largest number of clips that are decoded. The others are assumed to be similar."""
 CLIPS_PER_STEP = 8
-"""Mean number of clips in an optimizer step: fewer if the data has fewer clips, more with many GPUs, because each data-parallel
-rank gets at least one bin."""
+"""Mean number of clips in an optimizer step: fewer if the data has fewer clips or a run would take more than `MAX_HOURS`, more
+with many GPUs, because each data-parallel rank gets at least one bin."""
 MAX_HOURS = 12
 """Largest predicted time of a run in hours, even if it then makes fewer than `MIN_PASSES` passes over the samples. The user can
 resume the run with more steps."""
@@ -79,41 +80,27 @@ def init(options: InitOptions) -> str:
         raise DataError(f"SOURCE={options.source}: no clip can be used; {first}")
     pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
     clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
-    spec = report.spec
     mean = float(report.tokens.mean())
-    lens = report.tokens
-    if report.num_skipped:  # the other clips can have more tokens
-        lens = np.append(lens, _most_tokens(spec, variant))
+    others = [_most_tokens(report.spec, variant)] if report.num_skipped else []  # they can have more tokens
+    lens = np.append(report.tokens, others).astype(np.int64)
 
     held = _hold_out(report)
     samples = len(held) - held.sum()
 
-    # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
-    tokens = min(CLIPS_PER_STEP, samples) * mean
-    usual_tokens = load_recipe(base).packing.max_tokens
-    max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / cluster.gpus)))
-    bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
-    recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
     prompt = _prompt_of(clip, sample, variant)
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
     has_room = cluster.machine.memory / GB >= TEXT_ENCODER
-    parts = find_model(recipe, name)
-    tasks = [build_task(recipe, parts, lens, cluster, part) for part in [{}, load][: 1 + has_room]]
-    best = _fastest(tasks, samples, cluster.gpus)
-    if best is None:
-        fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * options.full}or use more or larger GPUs."
-        longest = f"the longest sample is {shown_key(clip.key)}, {sample.num_frames} frames of {sample.width}x{sample.height}; "
-        raise ConfigError(describe_smallest(tasks[0], longest + fix))
-
+    find = partial(_find_settings, base, model, lens, cluster, [{}, load][: 1 + has_room], samples)
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
-    step_tokens = best.workload.recipe.train.bins_per_step * sum(best.prediction.plan.seq_lens)
-    epoch = max(round(num_samples * mean / step_tokens), 1)
-    steps = max(
-        min(
-            usual_steps(epoch, best.workload.recipe.train.bins_per_step), int(3600 * MAX_HOURS / best.seconds)
-        ),
-        1,
-    )
+    tokens = min(CLIPS_PER_STEP, samples) * mean
+    task, best = find(tokens)
+    if best is None:
+        raise ConfigError(describe_smallest(task, _shrink(clip, sample, options.full)))
+    epoch, usual = _count_steps(best, num_samples * mean)
+    if (share := 3600 * MAX_HOURS / (usual * best.seconds)) < 1:
+        best = find(max(tokens * share, mean))[1] or best
+        epoch, usual = _count_steps(best, num_samples * mean)
+    steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
     facts = _describe_input(options, report) | dict(clip=clip, sample=sample, held=held, clips=clips)
@@ -148,6 +135,41 @@ def _describe_input(options: InitOptions, report: CheckReport) -> dict[str, Any]
         "warnings": count_problems(warnings),
         "shown": SHOWN_REJECTIONS,
     }
+
+
+def _shrink(clip: CheckedClip, sample: CheckedSample, full: bool) -> str:
+    """Return the fix for clips that are too long. `sample` is the longest."""
+    fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * full}or use more or larger GPUs."
+    return f"the longest sample is {shown_key(clip.key)}, {sample.num_frames} frames of {sample.width}x{sample.height}; {fix}"
+
+
+def _find_settings(
+    base: str,
+    model: str,
+    lens: np.ndarray,
+    cluster: Cluster,
+    loads: Sequence[dict[str, Any]],
+    samples: int,
+    tokens: float,
+) -> tuple[Task, Candidate | None]:
+    """Return the task without sample videos, and the fastest settings with about so many tokens in a step, None if none fit.
+
+    The tokens are first in larger bins, which are faster than several small bins.
+    """
+    usual_tokens = load_recipe(base).packing.max_tokens
+    max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / cluster.gpus)))
+    bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
+    recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
+    parts = find_model(recipe, published_name(model))
+    tasks = [build_task(recipe, parts, lens, cluster, load) for load in loads]
+    return tasks[0], _fastest(tasks, samples, cluster.gpus)
+
+
+def _count_steps(best: Candidate, tokens: float) -> tuple[int, int]:
+    """Return the number of steps of a pass over the data, and the usual number of steps of a run. The data has so many tokens."""
+    bins = best.workload.recipe.train.bins_per_step
+    epoch = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
+    return epoch, usual_steps(epoch, bins)
 
 
 def _refuse_existing(out: Path, given: Path) -> None:
