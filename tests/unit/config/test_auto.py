@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.support.runs import make_run
 from wands.config.auto import usual_held_out, usual_interval, usual_steps
 from wands.config.recipe_loading import load_recipe, shipped_recipes
 from wands.train.prepare import settle_length
@@ -51,3 +54,12 @@ def test_a_run_has_numbers_in_place_of_auto():
     assert (settled.train.max_steps, settled.checkpoint.every) == (900, 150)
     own = settle_length(load_recipe(None, ["checkpoint.every=7"]), 900)
     assert (own.train.max_steps, own.checkpoint.every) == (None, 7)
+
+
+def test_a_prepared_run_has_numbers_in_place_of_auto(tiny_pipeline: Path, tmp_path: Path):
+    keys = ("train.max_steps=auto", "checkpoint.every=auto", "data.holdout=auto")
+    run = make_run(tiny_pipeline, tmp_path, keys, world_size=1)
+    steps = run.schedule.sampler.steps_per_epoch
+    total = usual_steps(steps, run.recipe.train.bins_per_step)
+    assert run.schedule.total_steps == run.recipe.train.max_steps == total
+    assert run.recipe.checkpoint.every == usual_interval(total)
