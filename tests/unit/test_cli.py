@@ -165,7 +165,7 @@ def test_dry_run_of_a_published_model_needs_no_network(
         in result.output
     )
     assert "memory      about" in result.output
-    none = "split train (data.holdout=auto): 1 clips to train on, 0 held out, because there are fewer than 12 clips"
+    none = "split train (data.holdout=auto): 1 clip to train on, 0 held out, because there are fewer than 12 clips"
     assert none in result.output
     assert "300 in all, 1 per epoch" in result.output
     assert "not checked, because Wan-AI/Wan2.1-T2V-1.3B-Diffusers is not downloaded: the" in result.output

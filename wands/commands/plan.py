@@ -37,7 +37,7 @@ from wands.planning.workload import Weight, Workload
 from wands.plugin import load_plugins
 from wands.run.schedule import plan_clips
 from wands.run.sizes import objective_load
-from wands.texts import format_seconds
+from wands.texts import format_seconds, plural
 from wands.train.evaluation_plan import num_forwards
 from wands.train.samples import plan_videos
 from wands.variants import VARIANTS, Expert, Variant
@@ -300,14 +300,14 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"host    {best.describe_host()} in each node",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
         f"{recipe.checkpoint.keep + 1} checkpoints while a new checkpoint is written",
-        f"time    {best.seconds:.2f} s per step of {bins} bins, {best.mfu:.1%} MFU; the run of {total:,} steps takes "
+        f"time    {best.seconds:.2f} s per step of {plural(bins, 'bin')}, {best.mfu:.1%} MFU; the run of {total:,} steps takes "
         f"{format_seconds(total * best.seconds)}; an epoch of {tokens:,} tokens has {steps:,} steps",
     ]
     clips = bins * len(best.prediction.plan.seq_lens)
     if recipe.lora and clips < USUAL_BATCH:
         hours = format_seconds(total * best.seconds * USUAL_BATCH / clips)
         lines.append(
-            f"        {clips} {'clip' if clips == 1 else 'clips'} in a step; with {USUAL_BATCH} (train.bins_per_step), as many steps take {hours}"
+            f"        {plural(clips, 'clip')} in a step; with {USUAL_BATCH} (train.bins_per_step), as many steps take {hours}"
         )
     lines += _compare_tensor(best)
     if recipe.eval:
