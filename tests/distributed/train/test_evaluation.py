@@ -191,8 +191,9 @@ def test_the_training_does_not_notice_it(
     assert rows[-1]["held_out"] != rows[-2]["held_out"]
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("variant", [TI2V, pytest.param(A14B, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("variant", [TI2V, A14B])
 def test_kinds_and_experts(
     world_size: int, variant: str, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):

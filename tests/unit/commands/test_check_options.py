@@ -22,7 +22,8 @@ __all__ = ["clips"]  # fixtures
 # ---- the same as preprocess
 
 
-@pytest.mark.parametrize("mode", ["head", pytest.param("slide", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["head", "slide"])
 def test_it_says_what_preprocess_does(
     clips_dir: Path, tiny_pipeline: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_machines_own_numbers_count():
     assert "on 8 x H100 96 GB" in run(gpu_memory=96.0)
 
 
+@pytest.mark.slow
 def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
     """What `wands calibrate` measures is refused for another device, and read for its own, by name or from the cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -100,6 +100,7 @@ def test_decoding_runs_ahead_but_not_away(
     assert f"encoder waited {report.waited:.1%} of the time for decoding" in str(report)
 
 
+@pytest.mark.slow
 def test_the_encoder_does_not_wait_for_the_disk(
     source: Path, whole: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
