@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if "not slow" in (config.getoption("-m") or ""):
-        examples.divisor = 3
+        examples.divisor = 5
     if re.search(r"(?<!not )\bgpu\b", config.getoption("-m") or "") and torch.cuda.is_available():
         return
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")

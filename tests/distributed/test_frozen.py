@@ -35,7 +35,7 @@ CASES = {
     "i2v": ("wan2.1-i2v-14b", ()),
     "experts": ("wan2.2-t2v-a14b", ("model.experts=both",)),
 }
-DEFAULT_TIER = {("t2v", 2), ("lora", 1), ("i2v", 1), ("experts", 1)}
+DEFAULT_TIER = {("t2v", 1), ("lora", 1), ("i2v", 1), ("experts", 1)}
 CACHED = {
     "bikes": {
         "latents": "930087f2",

@@ -102,6 +102,7 @@ def run(command: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, *, dry: boo
     assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception!r}"
 
 
+@pytest.mark.slow
 def test_the_readme_from_clips_to_the_hub(home: FakeHub, tiny_variant, monkeypatch: pytest.MonkeyPatch):
     commands = commands_of(ROOT / "README.md")
     assert [wands_arguments(line)[0] for line in commands].count("train") >= 3

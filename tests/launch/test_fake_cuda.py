@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,12 @@ VAES = {
         "scale_factor_spatial": 16,
     },
 }
-DEFAULT_TIER = {"one rank in bf16", "a copy that waits", "measure"}
-
-
-def in_tiers(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in names]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """`step_of(name)`: the result of a case. All cases of a tier run in one process, when the first of them is needed."""
+    """`step_of(name)`: the result of a case. All cases run in one process, when the first of them is needed."""
     library = build(tmp_path_factory.mktemp("fake_cuda"))
     cases = {
         name: {"variant": variant, "settings": settings, "grids": grids}
@@ -98,16 +94,15 @@ def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
     command = [sys.executable, "-m", "tests.support.fake_cuda_steps", str(library)]
 
     @cache
-    def run(default_tier: bool) -> dict[str, Any]:
-        of_tier = {name: case for name, case in cases.items() if (name in DEFAULT_TIER) == default_tier}
-        done = subprocess.run(command, cwd=ROOT, input=json.dumps(of_tier), capture_output=True, text=True)
+    def run() -> dict[str, Any]:
+        done = subprocess.run(command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    return lambda name: run(name in DEFAULT_TIER)[name]
+    return lambda name: run()[name]
 
 
-@pytest.mark.parametrize("name", in_tiers([*CASES, *INSIDE]))
+@pytest.mark.parametrize("name", [*CASES, *INSIDE])
 def test_a_step_stays_on_the_gpu(name: str, step_of: Callable[[str], dict[str, Any]]):
     found = step_of(name)
     assert "error" not in found, found["error"]
@@ -121,7 +116,7 @@ def test_a_step_stays_on_the_gpu(name: str, step_of: Callable[[str], dict[str, A
     assert found["reads"] == found["losses"] == 1 + 2 * 3
 
 
-@pytest.mark.parametrize("name", in_tiers(MISTAKES))
+@pytest.mark.parametrize("name", MISTAKES)
 def test_a_step_that_leaves_it_is_found_out(name: str, step_of: Callable[[str], dict[str, Any]]):
     assert MISTAKES[name] in step_of(name)["error"]
 
@@ -135,7 +130,7 @@ def test_kernels_are_measured_at_every_length(step_of: Callable[[str], dict[str,
     assert found["queued"] == [16 * number for number in range(1, measurements + 1) for _ in range(2)]
 
 
-@pytest.mark.parametrize("name", in_tiers(VAES))
+@pytest.mark.parametrize("name", VAES)
 def test_windows_are_encoded_on_the_gpu(name: str, step_of: Callable[[str], dict[str, Any]]):
     """Frames reach the GPU as bytes, without a wait; convolutions have the layout that cuDNN's fastest kernels take."""
     found = step_of(name)

@@ -57,6 +57,7 @@ def python(library: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_a_cache_and_a_folder_are_written(python: Callable[..., str], tmp_path: Path):
     assert "No locks available" in python("-c", WRITE, tmp_path / "cache", tmp_path / "out")
     assert len(LatentCache(tmp_path / "cache", verify=True)) == 3

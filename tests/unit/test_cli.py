@@ -215,6 +215,7 @@ def test_a_folder_with_the_name_of_a_published_model_is_read(monkeypatch: pytest
         assert "no transformer/config.json" in refused(*command, "wan2.1-t2v-1.3b-lora")
 
 
+@pytest.mark.slow
 def test_plan_of_a_published_model_needs_no_file(offline: Path, tmp_path: Path):
     for name in ("Wan2.1-I2V-14B-720P-Diffusers", "Wan2.2-TI2V-5B-Diffusers"):
         result = invoke(

@@ -86,6 +86,7 @@ def random_args(length: int, dtype: torch.dtype, has_y: bool, num_scales: int, t
     return [x.mT if transposed else x, y if has_y else None, scales]
 
 
+@pytest.mark.slow
 def test_torch_compile_is_asked_once_for_each_kind_of_arguments(function: _CompiledFunction):
     kinds = list(product((5, 7), (torch.float32,), (False, True), (1, 2), (False, True)))
     for _ in range(3):  # other values each time

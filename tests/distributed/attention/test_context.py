@@ -55,7 +55,7 @@ def all_errors(grid: tuple[int, int]) -> dict[tuple, dict[str, float]]:
 
 @pytest.mark.parametrize(
     "grid",
-    [pytest.param(grid, marks=pytest.mark.slow if 4 in grid else ()) for grid in GRIDS],
+    [pytest.param(grid, marks=pytest.mark.slow if 4 in grid or 3 in grid else ()) for grid in GRIDS],
     ids=lambda g: f"ring{g[0]}-ulysses{g[1]}",
 )
 def test_it_is_attention_to_the_whole_pack(grid: tuple[int, int], run_world):
@@ -316,6 +316,7 @@ def compiled(grid: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
     return tuple(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid",
     [pytest.param(grid, marks=pytest.mark.slow) for grid in ((2, 1), (1, 2))] + [(2, 2)],

@@ -118,6 +118,7 @@ def bytes_of_copies(model: Path, out: Path, overrides: tuple[str, ...], stage: i
     return sum(map(len, made[0]._buffers)), expected["checkpoint copy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "more"),
     [

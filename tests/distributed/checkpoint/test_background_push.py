@@ -124,6 +124,7 @@ def test_a_failed_push_is_a_warning_and_not_the_end(tiny_pipeline: Path, tmp_pat
     assert sum(line.endswith(warning) for line in said) == len(names)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_pushes_what_a_killed_run_left(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     worlds[2].run(train_and_push, tiny_pipeline, tmp_path, SLOW, ("hub=null", "checkpoint.keep=4"))
     assert not (tmp_path / "pushed.txt").exists()

@@ -209,6 +209,7 @@ def lines_of_run(*args: Any) -> tuple[list[str], list[float]]:
     return [line for line in lines if "learning rate" in line], [row["lr"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_finished_schedule_that_is_extended_says_how_the_learning_rate_jumps(
     tiny_pipeline: Path, tmp_path: Path, run_world
 ):

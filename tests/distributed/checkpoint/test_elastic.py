@@ -267,6 +267,7 @@ def uses_of(out: Path) -> dict[int, dict[tuple[str, int], float]]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "cell"),
     [

@@ -197,7 +197,7 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
         assert not same(stock, load_full_weights(tmp_path / "run", part))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))])
 def test_frozen_weights_are_what_they_were(
     stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

@@ -97,10 +97,11 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
     [
         pytest.param("wan2.1-t2v-1.3b", (), zero(0), marks=pytest.mark.slow),
         pytest.param("wan2.1-t2v-1.3b", (), zero(2), marks=pytest.mark.slow),
-        (
+        pytest.param(
             "wan2.1-t2v-1.3b",
             (),
             {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}},
+            marks=pytest.mark.slow,
         ),
         pytest.param("wan2.2-t2v-a14b", ("lora.rank=2",), zero(0), marks=pytest.mark.slow),
         ("wan2.1-t2v-1.3b", ("precision.weights=bf16", "precision.compute=bf16"), zero(1)),

@@ -49,6 +49,7 @@ def undisturbed(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, r
     return losses(run_world(2, run_training, tiny_pipeline, out, ("train.max_steps=6",), ZERO2)[0])
 
 
+@pytest.mark.slow
 def test_the_run_goes_on(undisturbed: list[float], tiny_pipeline: Path, tmp_path: Path, run_world):
     rows, lines = run_world(2, run_with_a_full_disk, tiny_pipeline, tmp_path, 3, 5)[0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

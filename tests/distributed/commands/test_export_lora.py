@@ -55,6 +55,7 @@ def expected(pipeline: Path, run_dir: Path, part: str = "transformer") -> torch.
     return forward(stock)
 
 
+@pytest.mark.slow
 def test_stock_diffusers_predicts_what_was_trained(run: Path, tiny_pipeline: Path, tmp_path: Path):
     truth = expected(tiny_pipeline, run)
     base = WanPipeline.from_pretrained(tiny_pipeline)

@@ -101,6 +101,7 @@ def test_saved_latents_are_the_final_normalized_ones(tiny_pipeline: Path, tmp_pa
     assert records(tmp_path)[0]["latents"] == result.latents.name
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_its_request_alone(tiny_pipeline: Path, tmp_path: Path) -> None:
     def latents(folder: str, prompts: list, **options: object) -> list[torch.Tensor]:
         results = infer(

@@ -259,6 +259,7 @@ def test_all_ranks_end_with_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_weights_are_compared_wherever_an_offload_keeps_them(tiny_pipeline: Path) -> None:
     plain = load_pipeline(find_pipeline(tiny_pipeline))
     for name in ("transformer", "text_encoder"):

@@ -134,6 +134,7 @@ def train_in_a_folder_that_is_taken(model: Path, out: Path) -> tuple[str, int]:
     return "", 0
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_taken_saves_and_ends(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     run = tmp_path / "run"
     (text, code), *others = worlds[2].run(train_in_a_folder_that_is_taken, tiny_pipeline, run)

@@ -111,6 +111,7 @@ def settings_of(cache: Path, *more: str) -> tuple[str, ...]:
 # ---- preprocess
 
 
+@pytest.mark.slow
 def test_files_that_do_not_fit_are_named(report: PreprocessReport):
     reasons = {rejection.key: rejection.reason for rejection in report.rejected}
     assert reasons.keys() == {"lonely", "short", "square"}
@@ -149,6 +150,7 @@ def test_the_cache_has_the_latents_of_the_control_video(source: Path, tiny_pipel
         assert not part[:, [0, 2]].any()
 
 
+@pytest.mark.slow
 def test_an_unchanged_clip_is_not_encoded_again(
     source: Path, tiny_pipeline: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -245,6 +247,7 @@ def test_held_out_loss_and_samples(trained: Path):
     assert all((trained / row["video"]).is_file() for row in samples)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run(
     trained: Path, cache: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

@@ -139,6 +139,7 @@ def repository(pipelines: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.slow
 def test_an_official_repository_becomes_a_pipeline(repository: Path, tmp_path: Path):
     report = convert(str(repository), tmp_path / "out", to="diffusers")
     assert report.notes == []
@@ -174,6 +175,7 @@ def test_one_file_of_a_frozen_part(name: str, repository: Path, tmp_path: Path):
         assert UMT5EncoderModel.from_pretrained(report.out / "text_encoder").config.d_model == 32
 
 
+@pytest.mark.slow
 def test_bf16_keeps_what_diffusers_keeps_in_fp32(pipelines: dict[str, Path], tmp_path: Path):
     source = pipelines["wan2.1-t2v-1.3b"]
     there = convert(str(source), tmp_path / "official", to="official", dtype="bf16")

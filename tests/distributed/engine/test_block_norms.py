@@ -83,6 +83,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "stage 3" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

@@ -163,6 +163,7 @@ def movement(found: Tensors, wanted: Tensors, start: Tensors) -> tuple[dict[str,
 EIGHT = ("optim.name=adamw8bit", f"optim.grad_clip={CLIP}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "world_size"),
     [

@@ -229,6 +229,7 @@ def train_with_momentum(model: Path, out: Path, stage: int) -> tuple[list[float]
     return losses(rows), losses(resumed), [row["lr"] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 def test_a_torch_optimizer_from_outside_trains_at_every_zero_stage(
     tiny_pipeline: Path, tmp_path: Path, worlds, stage: int

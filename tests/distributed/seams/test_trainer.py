@@ -53,6 +53,7 @@ def train_as_a_notebook(model: Path, out: Path) -> tuple[list[list[float]], str,
     return [series(out / name) for name in "abc"], plan, str(saved), written
 
 
+@pytest.mark.slow
 def test_one_process_makes_several_runs(tiny_pipeline: Path, tmp_path: Path, worlds):
     found, plan, saved, written = worlds[1].run(train_as_a_notebook, tiny_pipeline, tmp_path)[0]
     first, second, robust = found

@@ -150,6 +150,7 @@ def test_statistics_of_another_vae_fail_their_line(
     assert ask(shifted, "vae") == dict.fromkeys(VAE, "pass") | {"vae.statistics": "fail"}
 
 
+@pytest.mark.slow
 def test_of_a_published_model_config_and_round_trip_are_judged(
     ask: Callable[..., dict[str, str]],
     tiny_variant: Callable[[str], Path],

@@ -421,7 +421,7 @@ def fail_on_rank_1(exception: str) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("exception", ["says so", "dies"])
+@pytest.mark.parametrize("exception", ["says so", pytest.param("dies", marks=pytest.mark.slow)])
 def test_a_world_begins_anew_after_a_failure(exception: str):
     import os
 

@@ -31,6 +31,7 @@ def mistaken_step(*args: Any) -> Step:
         return optimizer_step(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "stage", "every_setting"),
     [

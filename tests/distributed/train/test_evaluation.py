@@ -284,6 +284,7 @@ def stopped_run(*args: Any) -> list[dict[str, Any]]:
     return read_rows(args[1] / "evaluations.jsonl")
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_does_not_wait_for_an_evaluation(
     reference: Any, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

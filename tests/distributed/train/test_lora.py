@@ -123,6 +123,7 @@ def test_only_a_run_that_begins_asks_for_the_lora_that_it_goes_on_from(
             dry(output_dir, resume)
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_bitwise_and_resume_too(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     settings = (
         "model.trainable=['blocks.*.attn*']",

@@ -197,7 +197,9 @@ def evaluate_zeros(*args: Any) -> list[tuple[str, str, int, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("grid", [Grid(1, 1, 1), Grid(1, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "grid", [pytest.param(Grid(1, 1, 1), marks=pytest.mark.slow), Grid(1, 2, 1)], ids=str
+)
 def test_held_out_losses_are_weighted(
     grid: Grid, worlds: WorldPool, tiny_variant: Callable[[str], Path], tmp_path: Path
 ):

@@ -190,6 +190,7 @@ def test_zero_3_leaves_each_rank_its_share(
             assert size / 2 <= held[dtype] <= size / 2 + padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(1), 2])
 def test_trained_weights_in_bf16_take_the_steps_of_fp32(
     stage: int, rounded: Path, tmp_path: Path, worlds: WorldPool

@@ -73,6 +73,7 @@ def assert_equal_bits(worlds: Any, folder: Path, world_size: int, *what: Any) ->
     assert is_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "stage", "mode", "base", "swap"),
     [(2, 2, "full", "fp32", 3), pytest.param(1, 0, "offload", "nf4", 4, marks=pytest.mark.slow)],

@@ -34,6 +34,7 @@ def pipelines(tiny_variant: Callable[[str], Path]) -> dict[str, Path]:
     return {name: tiny_variant(name) for name in VARIANTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "wan2.1-i2v-14b" else pytest.mark.slow) for name in VARIANTS],

@@ -184,6 +184,7 @@ def weights_and_average(
     return made, averages, skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_average_is_that_of_a_run_that_never_made_the_skipped_steps(
     every: int, tiny_pipeline: Path, tmp_path: Path, run_world
@@ -267,6 +268,7 @@ def test_z_scores_are_those_of_the_reference(past: list[tuple[float, float]], va
     assert robust_z_scores(values, past) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_spike_is_skipped_and_a_resume_keeps_the_decisions(tiny_pipeline: Path, tmp_path: Path, run_world):
     """The judged updates are those of the whole run, not of the time since the resume."""
     overrides = (
@@ -362,6 +364,7 @@ def failing(
             return str(error), []
 
 
+@pytest.mark.slow
 def test_the_error_says_how_to_go_on(tiny_pipeline: Path, tmp_path: Path, run_world):
     overrides = ("train.max_steps=5", "checkpoint.every=1", "data.exclude=[mock-000006]")
     error, _ = run_world(2, failing, tiny_pipeline, tmp_path, overrides)[0]

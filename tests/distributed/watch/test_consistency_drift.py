@@ -105,6 +105,7 @@ def read_shards(model: Path, out: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_are_gathered_read_and_let_go(tiny_pipeline: Path, tmp_path: Path, run_world):
     """A shard is one of a kind: the whole that all ranks gather from it changes on all of them, so they still agree."""
     for ((untouched, num_shards, name, changed, said),) in run_world(2, read_shards, tiny_pipeline, tmp_path):
@@ -124,6 +125,7 @@ def checked_run(model: Path, out: Path, ds: dict[str, Any], check: bool) -> tupl
     return run_training(model, out, overrides, ds, plugin=after_step(0, look, found)), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "threshold"),
     [*(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, 0), (1, 0), (3, 0), (3, 100)]), (2, 0)],

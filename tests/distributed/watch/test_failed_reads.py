@@ -50,6 +50,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [2, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["disk", pytest.param("damage", marks=pytest.mark.slow)])
 def test_all_ranks_save_and_stop_when_one_cannot_read(

@@ -67,6 +67,7 @@ def catch_to_file(fault: str, model: Path, out: Path, overrides: tuple[str, ...]
     (out / f"error-{os.environ['RANK']}").write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_step_that_does_not_end_names_the_rank(fault: str, new_world, tiny_pipeline: Path, tmp_path: Path):
     started = time.monotonic()

@@ -112,6 +112,7 @@ def test_a_slow_rank_is_named(
         assert max(row["own_seconds"]) == row["own_seconds"][1] < row["seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "delays", "kind"),
     [

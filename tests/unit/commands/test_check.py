@@ -370,6 +370,7 @@ def test_exit_codes(clips: Path, clips_dir: Path, tmp_path: Path) -> None:
     assert "The exit code is 0 if" in " ".join(CliRunner().invoke(main, ["check", "--help"]).output.split())
 
 
+@pytest.mark.slow
 def test_no_model_and_no_torch(clips: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom wands.commands.check.check import check\nfrom pathlib import Path\n"

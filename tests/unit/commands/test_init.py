@@ -151,6 +151,7 @@ def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_large_source_is_sampled(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The bins then hold the longest sample that the options allow: 9 frames of 9,216 pixels are 3 x 36 tokens."""
     monkeypatch.setattr(module, "MAX_CLIPS", 2)
@@ -205,6 +206,7 @@ def test_an_image_to_video_model_samples_from_the_clip(clips: Path, tiny_variant
     assert load_recipe(tmp_path / "new" / "recipe.yaml").lora is None
 
 
+@pytest.mark.slow
 def test_clips_are_held_out_if_there_are_enough(clips: Path, tmp_path: Path):
     source = tmp_path / "many.jsonl"
     video = str(clips / "a.mp4")

@@ -44,6 +44,7 @@ def rows_of(report: str) -> list[list[str]]:
     return [re.split(r"\s{2,}", line.strip()) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_line_that_starts_it_can_be_pasted():
     line = run(overrides=("lora={rank: 8, alpha: 16}",)).splitlines()[-1]
     assert "lora={rank: 8, alpha: 16}" in shlex.split(line)
@@ -387,6 +388,7 @@ def test_dry_run_and_force_only_say_so(train):
         train(1e6, force=True)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs_is_what_is_printed():
     """One column of the table: all columns take half a minute."""
     printed = what_fits(("h100",), (8,)).splitlines()

@@ -61,6 +61,7 @@ JUNK = {
 # ---- the whole way
 
 
+@pytest.mark.slow
 def test_push_then_download_gives_the_same_files(folder: Path, hub: FakeHub, tmp_path: Path) -> None:
     wanted = set(tree(folder)) | {"README.md", "loss.png"}
     for name, text in JUNK.items():
@@ -232,7 +233,9 @@ ANSWERS = (
 @pytest.mark.parametrize(
     "kind", ["whoami", "info", "create", "preupload", "batch", "commit", "tree", "branch", "validate"]
 )
-@pytest.mark.parametrize("body", ANSWERS)
+@pytest.mark.parametrize(
+    "body", [*ANSWERS[:3], *(pytest.param(body, marks=pytest.mark.slow) for body in ANSWERS[3:])]
+)
 def test_an_answer_of_another_shape_is_one_sentence(
     small: Path, hub: FakeHub, kind: str, body: bytes
 ) -> None:

@@ -211,6 +211,7 @@ def test_a_server_that_repeats_the_token_cannot_make_us_show_it(
     assert TOKEN not in shown
 
 
+@pytest.mark.slow
 def test_the_token_is_on_no_output_of_a_process(small: Path, hub: FakeHub, tmp_path: Path) -> None:
     code = (
         "import logging, sys; logging.basicConfig(level=logging.DEBUG)\n"

@@ -173,6 +173,7 @@ def test_each_kind_of_place_in_a_shard(
         assert [line.partition(":")[0] for line in lines] == ["shard-00000.h5 (clip/002)"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.slow), 61])
 def test_the_manifest_is_guarded_whole(
     every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

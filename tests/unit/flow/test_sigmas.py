@@ -102,7 +102,9 @@ def test_even_quantiles_hit_the_cdf_exactly(sampling: str, shift: float):
         np.testing.assert_allclose(cdf(flow, low, high)(draws), (np.arange(100) + 0.5) / 100, atol=2e-5)
 
 
-@pytest.mark.parametrize("mix_uniform", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "mix_uniform", [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))]
+)
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "mode"])
 def test_a_quantile_has_its_share_of_the_draws_below_it(sampling: str, mix_uniform: float):
     for shift in SHIFTS:

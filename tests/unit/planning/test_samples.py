@@ -80,8 +80,10 @@ def test_decoding_needs_what_the_published_vae_needs(name: str, frames: int) -> 
     assert load["decoding_bytes"] - load["vae_bytes"] == pytest.approx(live.peak - weights, rel=CLOSE)
 
 
-@pytest.mark.parametrize("ffn_dim", [512, 1024])  # attention needs more, then the feed-forward
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "ffn_dim", [512, pytest.param(1024, marks=pytest.mark.slow)]
+)  # attention needs more, then the feed-forward
+@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_forward_without_gradients_needs_what_was_measured(compute: str, ffn_dim: int) -> None:
     shape = DiTShape(
         num_heads=8, head_dim=32, num_layers=2, ffn_dim=ffn_dim, in_channels=16, out_channels=16, text_dim=64

@@ -186,6 +186,7 @@ def test_windows_of_one_size_are_encoded_together(
             torch.testing.assert_close(batched, alone, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_thread_ends_the_run(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

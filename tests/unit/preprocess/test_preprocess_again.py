@@ -118,6 +118,7 @@ def test_windows_of_a_finished_clip_are_not_decoded_again(
     assert contents(tmp_path / "cache") == before
 
 
+@pytest.mark.slow
 def test_a_new_clip_is_the_only_one_decoded(
     source: Path, clips_dir: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +186,7 @@ def test_another_licence_keeps_the_latents(
     assert run(source, tmp_path / "cache", tiny_pipeline, SMALL).num_reused == 2  # no column: nothing to do
 
 
+@pytest.mark.slow
 def test_where_leaves_clips_out_and_takes_them_back(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

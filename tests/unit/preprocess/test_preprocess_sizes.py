@@ -108,6 +108,7 @@ def test_captions_share_decoding_and_latents(
     assert contents(caches[LARGER,]) == contents(tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_a_further_caption_needs_no_video(
     source: Path, tiny_pipeline: Path, caches: dict[tuple[int, ...], Path], tmp_path: Path
 ) -> None:

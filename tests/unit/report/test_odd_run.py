@@ -16,7 +16,7 @@ from wands.report.page import render_page, report
 from wands.report.run_data import read_run, sample_strips
 
 FILES = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "samples/samples.jsonl")
-DEFAULT = ("metrics.jsonl", "samples/samples.jsonl")
+DEFAULT = ("samples/samples.jsonl",)
 
 
 @pytest.fixture(scope="module")

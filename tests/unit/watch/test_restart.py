@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,27 +68,38 @@ CASES = {
     "a kill before latest is replaced": ([*OUT, "--resume", "other/run"], "next 0", 0, "-r"),
     "an unknown recipe": (["unknown.yaml"], "2", 2, "-"),
 }
+DEFAULT_TIER = {"a crash", "no progress", "an error of the user"}
+Results = Callable[[str], tuple[Path, dict[str, int], str]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int], str]:
-    root = tmp_path_factory.mktemp("restart")
-    for name, (_, plan, *_) in CASES.items():
-        (root / name).mkdir()
-        (root / name / "plan").write_text(plan.replace(" ", "\n") + "\n")
-        (root / name / "worker").write_text(f"#!/usr/bin/env bash\n{WORKER}")
-        (root / name / "worker").chmod(0o755)
-    arguments = json.dumps({name: options for name, (options, *_) in CASES.items()})
-    command = [sys.executable, "-c", DRIVER, arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return root, json.loads(done.stdout.splitlines()[-1]), done.stderr
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Folder, exit codes and output of the cases of a tier, made when the first of them is needed."""
+
+    @cache
+    def run(default_tier: bool) -> tuple[Path, dict[str, int], str]:
+        root = tmp_path_factory.mktemp("restart")
+        cases = {name: case for name, case in CASES.items() if (name in DEFAULT_TIER) == default_tier}
+        for name, (_, plan, *_) in cases.items():
+            (root / name).mkdir()
+            (root / name / "plan").write_text(plan.replace(" ", "\n") + "\n")
+            (root / name / "worker").write_text(f"#!/usr/bin/env bash\n{WORKER}")
+            (root / name / "worker").chmod(0o755)
+        arguments = json.dumps({name: options for name, (options, *_) in cases.items()})
+        command = [sys.executable, "-c", DRIVER, arguments]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return root, json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    return lambda name: run(name in DEFAULT_TIER)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_workers_are_restarted_when_it_helps(name: str, results: tuple[Path, dict[str, int], str]):
-    root, codes, _ = results
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT_TIER else pytest.mark.slow) for name in CASES]
+)
+def test_workers_are_restarted_when_it_helps(name: str, results: Results):
+    root, codes, _ = results(name)
     options, _, code, resumes = CASES[name]
     calls = (root / name / "calls").read_text().splitlines()
     first = " ".join(["train", *options])
@@ -94,9 +107,9 @@ def test_workers_are_restarted_when_it_helps(name: str, results: tuple[Path, dic
     assert codes[name] == code
 
 
-def test_the_end_without_progress_is_one_sentence(results: tuple[Path, dict[str, int], str]):
-    *_, text = results
-    assert text.count("restarted 3 times without a new checkpoint") == 2
+def test_the_end_without_progress_is_one_sentence(results: Results):
+    *_, text = results("no progress")
+    assert text.count("restarted 3 times without a new checkpoint") == 1
     assert (
         "rank 0 ended with exit code -9; restarting (restart 3 of at most 3 without a new checkpoint)" in text
     )

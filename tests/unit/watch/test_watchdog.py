@@ -85,6 +85,7 @@ def block():  # as a collective that never ends: in C, and no signal interrupts 
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once():
     """Signals of one moment count once. The main thread waits for other ranks all the time."""
     done = run_alone("""
@@ -127,7 +128,9 @@ with module.Watchdog(launcher):
     assert done.stderr == f"wands: {reason} before the end of the first step; there is nothing new to save.\n"
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "wands.watch.restart"])
+@pytest.mark.parametrize(
+    "launcher", ["deepspeed", pytest.param("wands.watch.restart", marks=pytest.mark.slow)]
+)
 def test_the_message_names_what_remains_if_the_launcher_kills_the_run(launcher: str):
     done = run_alone(f"""
 with module.Watchdog([Ancestor(psutil.Process(), "{launcher}")]) as watchdog:

@@ -44,6 +44,7 @@ def complaints(expected: dict[str, str], report: CheckReport) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_each_file_gives_a_sample_or_its_reason(checked: tuple[dict[str, str], CheckReport]) -> None:
     expected, report = checked
     assert complaints(expected, report) == []

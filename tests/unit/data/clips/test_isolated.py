@@ -28,6 +28,7 @@ def work(item: str) -> str:
     return item.upper()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_item_has_a_result_or_a_crash(num_workers: int) -> None:
     items = ["a", "crash", "b", "hang", "leave", "c", "crash", "d"]
