@@ -67,6 +67,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         start_forkserver()
     gc.collect()
     gc.freeze()  # what is imported stays: looking through it, for cycles or for tensors, takes most of a second each time
+    gc.set_threshold(20_000, 50, 100)  # rarer than usual, 4 % of the time of unit tests
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ def _group_timeout(minutes: str | None) -> float:
     return _get_default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
+@pytest.mark.slow
 def test_process_group_timeout_is_an_hour_unless_set(new_world):
     assert new_world(2, _group_timeout, None) == [3600.0] * 2
     assert new_world(2, _group_timeout, "3") == [180.0] * 2

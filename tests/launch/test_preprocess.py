@@ -134,7 +134,9 @@ def test_a_gpu_encodes_what_a_cpu_does(made_of_one: Made, tiny_pipeline: Path, t
     "bug",
     [
         pytest.param(lambda frames: frames.movedim(-1, -4) / 255, id="pixels in [0, 1]"),
-        pytest.param(lambda frames: frames.flip(-1).movedim(-1, -4) / 127.5 - 1, id="BGR"),
+        pytest.param(
+            lambda frames: frames.flip(-1).movedim(-1, -4) / 127.5 - 1, id="BGR", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_bug_in_the_pixels_is_caught(
@@ -293,6 +295,7 @@ def test_changed_caption_and_changed_file_are_encoded_again(
     assert after["nested/carphone"][0] != before["nested/carphone"][0]
 
 
+@pytest.mark.slow
 def test_pictures_alike_at_both_ends_are_two(tiny_pipeline: Path, tmp_path: Path) -> None:
     """Without compression a file's ends are its border: equal latents must not be taken from the other."""
     folder = tmp_path / "pictures"

@@ -118,6 +118,7 @@ def test_a_decoder_that_hangs_is_killed(
     assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
 
 
+@pytest.mark.slow
 def test_one_crash_is_forgiven(
     source: Path, tiny_pipeline: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

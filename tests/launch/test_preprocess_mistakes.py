@@ -90,6 +90,7 @@ def test_encoders_of_another_dit_are_refused(one_clip: Path, tiny_pipeline: Path
         preprocess(str(one_clip), tmp_path / "cache", other, **SMALL)
 
 
+@pytest.mark.slow
 def test_out_of_memory_rejects_the_clip_alone(
     clips: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

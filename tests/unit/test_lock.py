@@ -317,6 +317,7 @@ def test_two_hosts_do_not_write_at_once(reaches: bool, start):
     assert first.poll() is None
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.parametrize("reaches", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_lock_of_a_dead_host_is_taken_over_after_a_while(reaches: bool, start):

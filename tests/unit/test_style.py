@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,18 +26,6 @@ LONG_FILES = {
 """Files that may be longer, each with the reason."""
 POSITIONAL = {"Sequential", "Progress"}
 """Classes of libraries that take any number of values of one kind."""
-
-
-@cache
-def trees() -> list[tuple[str, list[ast.AST], int]]:
-    """Name, nodes and number of lines of each file."""
-    found = []
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            source = path.read_text(encoding="utf-8")
-            nodes = list(ast.walk(ast.parse(source)))
-            found.append((path.relative_to(ROOT).as_posix(), nodes, source.count("\n")))
-    return found
 
 
 def names(node: ast.AST) -> set[str]:
@@ -72,7 +60,7 @@ def levels(node: ast.AST) -> int:
     """Greatest number of blocks inside each other in a function, without the functions inside it."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
             continue
         is_block = isinstance(child, ast.If | ast.For | ast.While | ast.With | ast.Try)
         is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and [child] == node.orelse
@@ -96,56 +84,48 @@ def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncF
             yield node
 
 
-def found(is_offence: Callable[[ast.AST], object], outside: str = "") -> list[str]:
-    """Nodes that are an offence, without those of files whose path begins with `outside`."""
-    return [
-        f"{name}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:100]}"
-        for name, nodes, _ in trees()
-        if not (outside and name.startswith(outside))
-        for node in nodes
-        if is_offence(node)
-    ]
+@cache
+def offences() -> dict[str, list[str]]:
+    """What each rule finds.
+
+    Every file is parsed once and forgotten: a million nodes at once would slow down the garbage collector.
+    """
+    found: dict[str, list[str]] = {"hidden": [], "starred": [], "long": [], "deep": [], "files": []}
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        source = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT).as_posix()
+        nodes = list(ast.walk(ast.parse(source)))
+        found["hidden"] += [place(name, node) for node in nodes if hides_statements(node)]
+        if not name.startswith("tests/"):
+            found["starred"] += [place(name, node) for node in nodes if starred_class(node)]
+        for function in functions(nodes):
+            where = f"{name}:{function.lineno}: {function.name}"
+            if (count := lines(function)) > MAX_FUNCTION_LINES:
+                found["long"].append(f"{where} has {count} lines")
+            if (depth := levels(function)) > MAX_LEVELS:
+                found["deep"].append(f"{where} has {depth} levels")
+        if (count := source.count("\n")) > MAX_FILE_LINES and name not in LONG_FILES:
+            found["files"].append(f"{name} has {count} lines")
+    return found
 
 
-def test_one_statement_a_line():
-    offenders = found(hides_statements)
-    assert not offenders, "\n".join(["Assign one value a line:", *offenders])
+def place(name: str, node: ast.AST) -> str:
+    return f"{name}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:100]}"
 
 
-def test_values_of_a_class_are_named():
-    offenders = found(starred_class, outside="tests/")
-    assert not offenders, "\n".join(["Name the values instead of * before them:", *offenders])
-
-
-def test_functions_are_short():
-    offenders = [
-        f"{name}:{node.lineno}: {node.name} has {lines(node)} lines"
-        for name, nodes, _ in trees()
-        for node in functions(nodes)
-        if lines(node) > MAX_FUNCTION_LINES
-    ]
-    assert not offenders, "\n".join(
-        [f"Split these functions (at most {MAX_FUNCTION_LINES} lines):", *offenders]
-    )
-
-
-def test_functions_are_flat():
-    offenders = [
-        f"{name}:{node.lineno}: {node.name} has {levels(node)} levels"
-        for name, nodes, _ in trees()
-        for node in functions(nodes)
-        if levels(node) > MAX_LEVELS
-    ]
-    assert not offenders, "\n".join([f"Flatten these functions (at most {MAX_LEVELS} levels):", *offenders])
-
-
-def test_files_are_short():
-    offenders = [
-        f"{name} has {count} lines"
-        for name, _, count in trees()
-        if count > MAX_FILE_LINES and name not in LONG_FILES
-    ]
-    assert not offenders, "\n".join([f"Split these files (at most {MAX_FILE_LINES} lines):", *offenders])
+@pytest.mark.parametrize(
+    ("rule", "advice"),
+    [
+        ("hidden", "Assign one value a line:"),
+        ("starred", "Name the values instead of * before them:"),
+        ("long", f"Split these functions (at most {MAX_FUNCTION_LINES} lines):"),
+        ("deep", f"Flatten these functions (at most {MAX_LEVELS} levels):"),
+        ("files", f"Split these files (at most {MAX_FILE_LINES} lines):"),
+    ],
+)
+def test_no_file_breaks_a_rule(rule: str, advice: str):
+    offenders = offences()[rule]
+    assert not offenders, "\n".join([advice, *offenders])
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,7 @@ def exchanges_keep_the_rules() -> list[Tensor]:
     return [x.detach(), torch.ops.wands.to_tokens(there.detach(), *peers)]
 
 
+@pytest.mark.slow
 def test_the_exchanges_keep_them_too(run_world):
     for sent, found in run_world(2, exchanges_keep_the_rules):
         assert torch.equal(sent, found)

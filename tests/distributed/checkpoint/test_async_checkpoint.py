@@ -47,6 +47,7 @@ def files_of(step: Path) -> dict[str, bytes]:
     return {**files, STATE_FILE: json.dumps(state).encode()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "stage"),
     [(1, 2), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (0, 2, 3))],

@@ -122,6 +122,7 @@ def kill_in_the_first_save(model: Path, out: Path) -> None:
             run_training(model, out, ("train.max_steps=1",), ZERO2)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_its_first_save_starts_anew(
     tiny_pipeline: Path, tmp_path: Path, worlds, monkeypatch: pytest.MonkeyPatch
 ):

@@ -173,7 +173,7 @@ def begin(model: Path, out: Path) -> tuple[list[str], list[str]]:
     return said, logged
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_every_rank_resumes_from_the_older_step(
     rank: int, originals: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

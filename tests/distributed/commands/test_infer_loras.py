@@ -193,6 +193,7 @@ def published(
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("published")
 def test_a_hub_id_lands_in_the_expert_that_it_names(trained: Trained) -> None:
     both = trained.merged({"transformer": 1.0, "transformer_2": 1.0})

@@ -98,7 +98,11 @@ def test_ranks_sample_the_video_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("model offload", marks=pytest.mark.slow), "sequential offload", "two experts"]
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("model offload", "sequential offload")),
+        "two experts",
+    ],
 )
 def test_ranks_share_pipelines_of_all_kinds(run_world, tiny_pipeline: Path, kind: str) -> None:
     """As below, accelerate's hooks bring weights to the CPU here."""

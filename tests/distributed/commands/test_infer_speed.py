@@ -99,6 +99,7 @@ def sample_on_two_ranks(folder: Path, kind: str) -> tuple[Tensor, list[int], lis
     return latents, rows, sent, is_stock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", pytest.param("model offload", marks=pytest.mark.slow), "two experts"])
 def test_two_ranks_compute_one_prediction_each(run_world, tiny_pipeline: Path, kind: str) -> None:
     wanted = sampling.sample_latents(unusual_pipeline(tiny_pipeline, kind), GUIDED)

@@ -145,6 +145,7 @@ def test_the_first_frame_is_put_back(
         check_first_frame(folder)
 
 
+@pytest.mark.slow
 def test_offloaded_pipelines_sample_both_kinds(tiny_variant: Callable[[str], Path]) -> None:
     folder = tiny_variant("wan2.2-ti2v-5b")
     request, pictures = asked_of("wan2.2-ti2v-5b")

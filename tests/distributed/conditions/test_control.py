@@ -120,6 +120,7 @@ def test_files_that_do_not_fit_are_named(report: PreprocessReport):
     assert "is a control of aspect ratio 1.000 for a clip of aspect ratio" in reasons["square"]
 
 
+@pytest.mark.slow
 def test_check_rejects_the_same_clips(source: Path, tiny_pipeline: Path, report: PreprocessReport):
     options = CheckOptions(
         source=str(source), model=str(tiny_pipeline), max_frames=FRAMES, max_pixels=(64 * 96,)
@@ -309,6 +310,7 @@ def sampled(result: InferResult) -> torch.Tensor:
     return load_file(result.latents)["latents"]
 
 
+@pytest.mark.slow
 def test_infer_with_a_checkpoint_and_with_the_export(
     trained: Path, exported: Path, source: Path, tiny_pipeline: Path, tmp_path: Path
 ):

@@ -27,13 +27,15 @@ def spoil(folder: Path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
+        pytest.param(
             lambda w: w.pop("blocks.1.ffn.0.bias"),
             r"do not fit its config\.json \(1 missing: blocks\.1\.ffn\.net\.0\.proj\.bias",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             lambda w: w.update({"surprise": torch.zeros(1)}),
             r"has 1 tensor names that no Wan model has \(surprise\)",
+            marks=pytest.mark.slow,
         ),
         (
             lambda w: w.update({"head.head.bias": torch.zeros(3)}),

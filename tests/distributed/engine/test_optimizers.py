@@ -252,6 +252,7 @@ def _torch_muon(params: dict[str, torch.nn.Parameter]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [(0, 2), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
 def test_muon_is_that_of_torch_at_every_stage(
     stages: tuple[int, ...],

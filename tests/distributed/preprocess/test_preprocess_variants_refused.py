@@ -58,6 +58,7 @@ def test_parts_of_another_model_are_refused(
         run(source, tmp_path / "cache", model)
 
 
+@pytest.mark.slow
 def test_a_cache_of_text_alone_is_refused(
     source: Path, tiny_variant: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -200,7 +200,9 @@ def test_a_missing_exchange_would_be_seen(run_world):
     assert (found[0] - expected[0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("world_size", "degrees"), [(2, (2, 1)), (2, (1, 2)), (4, (2, 2))])
+@pytest.mark.parametrize(
+    ("world_size", "degrees"), [pytest.param(2, (2, 1), marks=pytest.mark.slow), (2, (1, 2)), (4, (2, 2))]
+)
 def test_equals_the_stock_model_of_every_kind(run_world, world_size: int, degrees: tuple[int, int]):
     ranks = run_world(world_size, predict_conditioned_on_ranks, degrees)
     for kind in CONDITIONED:

@@ -104,6 +104,7 @@ def measure_without_memory(kind: str) -> list[dict[str, Any]]:
     return bench_peers.measure("cpu", kind, rounds=1)
 
 
+@pytest.mark.slow
 def test_a_variant_without_enough_memory_loses_no_other(new_world: Callable[..., list[Any]]):
     (rows,) = new_world(1, measure_without_memory, "lora")
     assert [row["variant"] for row in rows] == [
@@ -161,6 +162,7 @@ def test_the_tests_become_a_row(fails: bool, tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "tests.log").read_text() == "printed\n"
 
 
+@pytest.mark.slow
 def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run_wands(arguments: Sequence[str]) -> None:
         out = Path(arguments[arguments.index("--out") + 1])

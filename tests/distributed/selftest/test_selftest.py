@@ -30,7 +30,6 @@ from tests.support.selftest_mistakes import (
     Patch,
     above_the_boundary_only,
     attention_across_samples,
-    mean_and_std_skipped,
     two_names_become_one,
     untied_embeddings,
 )
@@ -96,7 +95,7 @@ LINES = {
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(name, marks=() if name in (TI2V, I2V_A14B) else pytest.mark.slow)
+        pytest.param(name, marks=() if name == TI2V else pytest.mark.slow)
         for name in sorted(VARIANTS.keys() - {"wan2.1-t2v-14b"})
     ],
 )
@@ -111,7 +110,7 @@ def test_every_variant_passes_on_a_gpu(ask: Callable[..., dict[str, str]], varia
     assert ask(variant, device="cuda", dtype=dtype) == dict.fromkeys(LINES[variant], "pass")
 
 
-DEFAULT_BUGS = (mean_and_std_skipped, untied_embeddings, above_the_boundary_only, attention_across_samples)
+DEFAULT_BUGS = (untied_embeddings, above_the_boundary_only, attention_across_samples)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,18 @@ CLIPS = (
     "train.bins_per_step=1",
     "flow.weighting=linear",
 )
-# Cells of the pairwise table in which each value of each axis is; the other cells are slow.
-FEW = tuple(PAIRWISE[len(DS_CONFIGS) * grid + ds] for grid, ds in enumerate((0, 3, 1, 2, 1, 0, 2)))
+# Cells of the pairwise table in which each value of each axis and each degree is; the other cells are slow.
+FEW = tuple(
+    case
+    for case in PAIRWISE
+    if (case.grid, case.ds_name)
+    in {
+        (Grid(2, 1, 1), "zero3_offload"),
+        (Grid(1, 1, 2), "zero2"),
+        (Grid(2, 2, 1), "cpu"),
+        (Grid(1, 2, 2), "zero3"),
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +118,11 @@ def test_the_subset_is_pairwise():
     for one, other in itertools.combinations(range(len(Case._fields)), 2):
         pairs = [{(case[one], case[other]) for case in cases} for cases in (PAIRWISE, MATRIX)]
         assert pairs[0] == pairs[1]
-    for few, whole in zip(zip(*FEW, strict=True), zip(*MATRIX, strict=True), strict=True):
-        assert set(few) == set(whole)
+    values_of = [
+        [set(axis) for axis in zip(*(case.grid + case[1:] for case in cases), strict=True)]
+        for cases in (FEW, MATRIX)
+    ]
+    assert values_of[0] == values_of[1]
 
 
 # ---- gradients

@@ -118,6 +118,7 @@ FULL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "stage", "packs"),
     [
@@ -343,6 +344,7 @@ def scripted_run(*args: Any) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

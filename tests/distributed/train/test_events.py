@@ -43,6 +43,7 @@ def train_with_a_damaged_clip(model: Path, out: Path, overrides: tuple[str, ...]
         run_training(model, out, (*SKIP, *overrides), resume=resume)
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_restart_and_stays_in_the_log(tiny_pipeline: Path, tmp_path: Path, worlds):
     out = tmp_path / "run"
     last = ("train.max_steps=6", *SETTINGS)
@@ -79,6 +80,7 @@ def test_a_stop_is_no_restart(tiny_pipeline: Path, tmp_path: Path, worlds):
     assert events == ["start", "save", "stop", "start", "save", "end"]
 
 
+@pytest.mark.slow
 def test_the_model_card_counts_restarts_and_skips(tiny_pipeline: Path, tmp_path: Path, worlds):
     """Updates that are made again count once. The card of an older checkpoint does not count later events."""
     run = tmp_path / "run"

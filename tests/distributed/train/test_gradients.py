@@ -77,6 +77,7 @@ def test_stage_zero_in_float32(tiny_pipeline: Path, tmp_path: Path, worlds: Worl
     assert error <= rounding
 
 
+@pytest.mark.slow
 def test_a_second_copy_of_the_weights_in_each_node(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock
 ):

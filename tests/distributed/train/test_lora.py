@@ -243,6 +243,7 @@ FROZEN = {
 SLOW_FROZEN = ("lora", "lora with ffn", "freeze")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_FROZEN)) for case in FROZEN]
 )

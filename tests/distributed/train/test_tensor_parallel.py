@@ -101,6 +101,7 @@ def test_the_gradient_is_that_of_one_process(
     print(f"dp x ring x ulysses x tensor {grid}, ZeRO-{stage}: {error:.1e}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "grid", "stage"),
     [

@@ -54,7 +54,7 @@ def run_with_a_resume_bug(
 
 
 @pytest.mark.parametrize(
-    "bug", ["none", *(pytest.param(bug, marks=pytest.mark.slow) for bug in ("optimizer", "data", "schedule"))]
+    "bug", [pytest.param(bug, marks=pytest.mark.slow) for bug in ("none", "optimizer", "data", "schedule")]
 )
 def test_resume_restarts_nothing(bug: str, tiny_pipeline: Path, tmp_path: Path, run_world):
     settings = (

@@ -103,8 +103,10 @@ def test_each_expert_trains_where_it_samples(name: str, tiny_variant: Callable[[
 @pytest.mark.parametrize(
     "bug",
     [
-        range_before_the_shift,
-        *(pytest.param(bug, marks=pytest.mark.slow) for bug in (experts_swapped, range_ignored)),
+        *(
+            pytest.param(bug, marks=pytest.mark.slow)
+            for bug in (range_before_the_shift, experts_swapped, range_ignored)
+        ),
         boundary_to_the_low_expert,
     ],
 )

@@ -158,6 +158,7 @@ def train_with_drift(model: Path, out: Path, resume: bool) -> Said:
     return caught(lambda: run_training(model, out, overrides, zero(0), resume, plugin=plugin))
 
 
+@pytest.mark.slow
 def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     said = run_world(2, train_with_drift, tiny_pipeline, tmp_path, False)
     assert "the weights differ between ranks (1 of" in sentence(said)
@@ -207,10 +208,10 @@ FREEZE = ("model.freeze=[patch_embedding.*]",)
     ("stage", "world_size", "overrides", "step", "pattern", "found_at"),
     [
         (0, 2, (), 3, r"ffn.net.2.weight", 5),
-        (2, 2, FREEZE, 3, r"patch_embedding.weight", 5),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                (2, 2, FREEZE, 3, r"patch_embedding.weight", 5),
                 (0, 4, (), 6, r"attn1.to_q.weight", 10),
                 (2, 4, (), 10, r"ffn.net.2.weight", 10),
                 (2, 4, FREEZE, 6, r"patch_embedding.weight", 10),

@@ -122,6 +122,7 @@ def test_the_commands_run_as_they_are_written(project: Path, tmp_path: Path):
     assert (project / "clips.html").is_file()
 
 
+@pytest.mark.slow
 def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Path):
     again = (clips, "--model", tiny_pipeline, "--gpu-memory", 80, "--out", project)
     before = (project / "recipe.yaml").read_text()
@@ -168,6 +169,7 @@ def test_a_large_source_is_sampled(clips: Path, tmp_path: Path, monkeypatch: pyt
     assert all("--max-frames=0" in words for words in commands_of(tmp_path / "whole")[:2])
 
 
+@pytest.mark.slow
 def test_this_machine(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """GPUs that PyTorch finds are used, with their own name and memory. A small GPU gets no samples in the run."""
     monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 2)

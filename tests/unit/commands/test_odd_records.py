@@ -90,6 +90,7 @@ def use_state(folder: Path) -> None:
     json.dumps(asdict(state))
 
 
+@pytest.mark.slow
 def test_any_value_in_any_field_of_a_training_state(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(STORED, tmp_path / "step_00000003"))
     values = json.loads((STORED / "wands_state.json").read_text())

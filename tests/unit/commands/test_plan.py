@@ -83,6 +83,7 @@ def test_a_plan_recomputes_no_more_blocks_than_memory_asks_for():
         assert (settings in [row[:3] for row in rows_of(run(overrides=keys))]) == fits
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_cache(tmp_path):
     options = {
         "recipe": "wan2.1-t2v-1.3b-lora",
@@ -226,6 +227,7 @@ def test_written_recipe_and_json_are_legal(tmp_path):
     assert str(tmp_path / "start" / "recipe.yaml") in report
 
 
+@pytest.mark.slow
 def test_command_line_starts_what_was_planned():
     own = ("optim.lr=1e-6", "model.checkpointing=offload", "model.saved_tensors=[attn_output]")
     words = shlex.split(run(overrides=own).splitlines()[-1])
@@ -253,6 +255,7 @@ def test_lengths_are_the_datas_where_the_recipe_has_some(tiny_pipeline):
     assert "7 clips" in report
 
 
+@pytest.mark.slow
 def test_a_loras_frozen_base_has_no_states():
     parts = []
     for name in ("wan2.1-t2v-14b-lora", "wan2.1-t2v-14b-finetune"):

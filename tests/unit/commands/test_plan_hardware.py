@@ -24,11 +24,14 @@ from wands.planning.hardware import Machine
             {"gpu_memory": 24.0},
             "1 x RTX 4090 24 GB (the known GPU closest to --gpu-memory 24; name yours with --hardware)",
         ),
-        (
+        pytest.param(
             {"gpu_memory": 12.0},
             "1 x RTX 4070 12 GB (the known GPU closest to --gpu-memory 12; name yours with --hardware)",
+            marks=pytest.mark.slow,
         ),
-        ({"hardware": "rtx3090", "gpus": 2}, "2 x RTX 3090 24 GB (--hardware)"),
+        pytest.param(
+            {"hardware": "rtx3090", "gpus": 2}, "2 x RTX 3090 24 GB (--hardware)", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_first_line_says_which_hardware_was_assumed(options, head):
@@ -60,6 +63,7 @@ def test_host_memory_that_does_not_fit_is_shown_with_its_limit():
     assert "lora.quantize" not in text.partition("per node; ")[2]
 
 
+@pytest.mark.slow
 def test_a_base_is_quantized_where_the_host_has_no_room_for_it():
     """A 14B base on 24 GB: swapped with 64 GB of RAM, quantized with 24 GB."""
     options = {"hardware": "rtx4090", "clips": 10, "frames": 33, "deepspeed": "zero2"}

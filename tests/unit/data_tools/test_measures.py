@@ -197,6 +197,7 @@ def test_table_of_a_folder(tmp_path: Path, in_process: list[str]):
     assert in_process[9:] == []
 
 
+@pytest.mark.slow
 def test_measure_then_check_where(tmp_path: Path):
     """In subprocesses, by the commands."""
     write_clip(tmp_path / "a.mp4", moving_square(0), fps=FPS)

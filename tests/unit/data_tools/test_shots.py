@@ -103,6 +103,7 @@ def test_hard_cuts_of_a_joined_film(single_shots: list[np.ndarray], tmp_path: Pa
     assert len(found & wanted) >= 0.97 * len(found)
 
 
+@pytest.mark.slow
 def test_dissolves_fades_black_and_static_parts_are_left_out(single_shots: list[np.ndarray], tmp_path: Path):
     bunny = single_shots[5]
     man = single_shots[6]
@@ -165,6 +166,7 @@ def test_every_second_is_counted_and_long_shots_become_windows(
         assert not (tmp_path / "shots.2.csv").exists()
 
 
+@pytest.mark.slow
 def test_letterbox_becomes_a_crop(single_shots: list[np.ndarray], tmp_path: Path):
     boxed = np.pad(single_shots[6], ((0, 0), (24, 24), (0, 0), (0, 0)))
     join([boxed, np.pad(single_shots[7], ((0, 0), (0, 0), (32, 32), (0, 0)))[:, :, :256]], tmp_path / "a.mp4")
@@ -221,6 +223,7 @@ def test_bad_films_are_named_and_the_others_are_used(tmp_path: Path, single_shot
     assert "bad.mp4" in summary.split("rejected: ")[1]
 
 
+@pytest.mark.slow
 def test_mistakes_end_in_one_sentence(tmp_path: Path, clips_dir: Path):
     film = str(clips_dir / "bikes.mp4")
     for options, error, text in (

@@ -51,6 +51,7 @@ def make_source(clips_dir: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_decoding_runs_ahead_but_not_away(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_full_disk_ends_the_run(
             preprocess(str(source), tmp_path / f"cache{last}", tiny_pipeline, **WINDOWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out_of_memory", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_windows_of_one_size_are_encoded_together(
     source: Path,

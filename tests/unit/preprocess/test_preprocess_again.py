@@ -83,6 +83,7 @@ def test_another_caption_encodes_the_caption_alone(
     assert metas[0] == metas[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [SMALL, pytest.param(WINDOWS, marks=pytest.mark.slow)], ids=["head", "slide"]
 )

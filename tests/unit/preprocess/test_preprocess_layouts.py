@@ -70,6 +70,7 @@ def test_webdataset_tar(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest
     ]
 
 
+@pytest.mark.slow
 def test_diffusion_pipe_with_several_captions(tiny_pipeline: Path, tmp_path: Path) -> None:
     source = tmp_path / "set"
     for index in range(3):

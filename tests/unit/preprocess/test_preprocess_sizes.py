@@ -129,6 +129,7 @@ def test_a_further_caption_needs_no_video(
 # ---- several sizes
 
 
+@pytest.mark.slow
 def test_several_bounds_are_the_union_of_single_runs(
     source: Path, caches: dict[tuple[int, ...], Path]
 ) -> None:

@@ -12,6 +12,7 @@ from wands.report.page import render_page
 from wands.report.run_data import read_run, sample_strips
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "every"),
     [(TEXTS[0], 45), *(pytest.param(text, 1, marks=pytest.mark.slow) for text in TEXTS)],

@@ -198,6 +198,7 @@ def test_the_page_shows_no_secret(tmp_path: Path) -> None:
     assert [ordinary for ordinary in ORDINARY_TEXTS if ordinary not in text] == []
 
 
+@pytest.mark.slow
 def test_videos_beyond_the_limit_are_links(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ def thumbnails(text: str) -> dict[str, np.ndarray]:
     return {name: np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) for data, name in found}
 
 
+@pytest.mark.slow
 def test_spikes_show_thumbnails_of_their_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two caches share a key. Of the other clips, one crashes its decoder, one is damaged, one is gone, one is not in a cache."""
     videos = {name: tmp_path / "private" / f"{name}.mp4" for name in "abcde"}

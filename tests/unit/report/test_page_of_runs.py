@@ -58,13 +58,19 @@ def test_samples_of_two_runs_are_side_by_side(run: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "label", "text"),
     [
-        ((), "base", "Step 0 is the base model."),
-        (
+        pytest.param((), "base", "Step 0 is the base model.", marks=pytest.mark.slow),
+        pytest.param(
             ("lora.init_from=other-lora",),
             "initial",
             "Step 0 is the base model with the LoRA of lora.init_from.",
+            marks=pytest.mark.slow,
         ),
-        (("model.init=random",), "random", "Step 0 is the model with random weights."),
+        pytest.param(
+            ("model.init=random",),
+            "random",
+            "Step 0 is the model with random weights.",
+            marks=pytest.mark.slow,
+        ),
         (
             ("model.merge_loras=[{path: a}]",),
             "base",
@@ -80,6 +86,7 @@ def test_step_0_is_what_the_recipe_starts_from(
     assert page.count(f"<small>{label}</small>") == 2
 
 
+@pytest.mark.slow
 def test_a_small_run_on_a_cpu_has_its_own_units(run: Path, tmp_path: Path) -> None:
     assert "tokens/s per GPU" in render(run)
     assert "41.9 M tokens" in render(run)

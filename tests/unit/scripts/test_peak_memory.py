@@ -1,5 +1,6 @@
 """The peak that is measured is the one that the code has."""
 
+import pytest
 import torch
 from peak_memory import PeakMemory
 
@@ -43,6 +44,7 @@ def test_mark_forgets_the_peak_but_not_what_is_held():
     del kept, more
 
 
+@pytest.mark.slow
 def test_of_the_same_work_the_quieter_counts():
     with PeakMemory("cpu") as peak:
         for megabytes in (6, 9, 5, 7):

@@ -124,6 +124,7 @@ def test_a_cpu_has_no_snapshots(calls: list[tuple[str, Any]], tmp_path: Path):
     assert calls == []
 
 
+@pytest.mark.slow
 def test_libkineto_prints_no_marks_on_a_cpu(tmp_path: Path):
     """In a new process: libkineto reads its level once."""
     code = (

@@ -114,7 +114,12 @@ with module.Watchdog() as watchdog:
     ("attack", "code", "reason"),
     [
         ("send(signal.SIGHUP)", 128 + signal.SIGHUP, "SIGHUP received"),
-        ("launcher.append(Ancestor(None, 'torchrun'))", 1, "the launcher torchrun has ended"),
+        pytest.param(
+            "launcher.append(Ancestor(None, 'torchrun'))",
+            1,
+            "the launcher torchrun has ended",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_before_the_first_step_there_is_nothing_to_save(attack: str, code: int, reason: str):
@@ -181,6 +186,7 @@ def test_the_limit_of_a_step_follows_the_last_steps(tmp_path: Path):
     assert watchdog._allowed == ("step 8", 20.0)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_continues():
     """Ctrl-Z, or a scheduler: the time in which this process does not run counts for no limit."""
     done = run_alone("""

@@ -52,6 +52,7 @@ def test_each_file_gives_a_sample_or_its_reason(checked: tuple[dict[str, str], C
     assert all(sample.num_frames % 4 == 1 for sample in report.samples)
 
 
+@pytest.mark.slow
 def test_a_silent_skip_would_be_seen(checked: tuple[dict[str, str], CheckReport]) -> None:
     expected, report = checked
     assert complaints(expected, replace(report, clips=report.clips[1:]))

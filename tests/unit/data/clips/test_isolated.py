@@ -73,7 +73,7 @@ def iterate(worker: IsolatedWorker, *items: str, limit_seconds: float = 60) -> I
     [
         ("crash", Crash, "the process ended with signal SIGSEGV"),
         ("leave", Crash, "the process ended with exit code 3"),
-        ("hang", Hang, "the process took more than 4 s"),
+        pytest.param("hang", Hang, "the process took more than 4 s", marks=pytest.mark.slow),
         ("mistake", DataError, "^a sentence.$"),
         ("raise", RuntimeError, "a mistake of the programmer"),
     ],

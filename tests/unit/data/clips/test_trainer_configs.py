@@ -285,7 +285,9 @@ HOSTILE: dict[str, str | bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "parts.toml" else ()) for name in HOSTILE]
+)
 def test_a_file_that_is_no_configuration_ends_in_one_sentence(tmp_path: Path, name: str) -> None:
     content = HOSTILE[name]
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
