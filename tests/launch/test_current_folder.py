@@ -47,6 +47,7 @@ def start(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_child_processes_import_nothing_from_it(start, clips_dir: Path, tmp_path: Path):
     clips = tmp_path / "clips"
     clips.mkdir()

@@ -148,7 +148,7 @@ def test_the_errors_of_the_troubleshooting_page_exist():
         if "(PyTorch)" not in row and "(DeepSpeed)" not in row
         for quote in re.findall(r"`([^`]+)`", row)
     ]
-    known = [*messages(ROOT / "wands"), *messages(ROOT / "data_tools")]
+    known = {*messages(ROOT / "wands"), *messages(ROOT / "data_tools")}
     missing = [
         quote
         for quote in quoted

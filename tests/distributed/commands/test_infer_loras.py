@@ -225,6 +225,7 @@ def sample_with_lora_on_ranks(trained: Trained, path: str) -> Tensor:
     return sampling.sample_latents(pipeline, REQUEST)
 
 
+@pytest.mark.slow
 def test_ranks_share_a_pipeline_with_loras(run_world, trained: Trained, files: dict[str, Path]) -> None:
     wanted = trained.sample(lora=[str(files["both"])])
     for found in run_world(2, sample_with_lora_on_ranks, trained, str(files["both"])):

@@ -25,6 +25,7 @@ def test_scheduler(tiny_pipeline: Path, tmp_path: Path, run_world):
     assert rows[0]["lr"] < 1e-3
 
 
+@pytest.mark.slow
 def test_optimizer(tiny_pipeline: Path, tmp_path: Path, run_world):
     adamw = losses(run_world(2, run_training, tiny_pipeline, tmp_path / "adamw", STEPS, zero())[0])
     sgd = zero(optimizer={"type": "SGD", "params": {"momentum": 0.9}}, zero_allow_untested_optimizer=True)

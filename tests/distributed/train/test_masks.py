@@ -106,14 +106,20 @@ def test_any_grid_is_one_process(
     assert check_step(ranks, one) <= TOLERANCE
 
 
+def tier_of(kind: tuple[str, str], grid: Grid) -> tuple[pytest.MarkDecorator, ...]:
+    """One process by token, a ring by sample; the larger grids only in the exhaustive matrix."""
+    if grid.world_size > 2:
+        return (pytest.mark.full,)
+    return () if (kind[1] == "token") == (grid == Grid(1, 1, 1)) else (pytest.mark.slow,)
+
+
 @pytest.mark.parametrize(
-    "grid",
-    [Grid(1, 1, 1), Grid(1, 2, 1), *(pytest.param(grid, marks=pytest.mark.full) for grid in GRIDS[4:])],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("name", "reduction"),
-    [("wan2.2-ti2v-5b", "sample"), ("wan2.2-ti2v-5b", "token"), ("wan2.1-i2v-14b", "token")],
+    ("name", "reduction", "grid"),
+    [
+        pytest.param(*kind, grid, marks=tier_of(kind, grid), id=f"{kind[0]}-{kind[1]}-{grid}")
+        for kind in (("wan2.2-ti2v-5b", "sample"), ("wan2.2-ti2v-5b", "token"), ("wan2.1-i2v-14b", "token"))
+        for grid in (Grid(1, 1, 1), Grid(1, 2, 1), *GRIDS[4:])
+    ],
 )
 def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
     name: str,

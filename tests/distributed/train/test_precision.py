@@ -87,6 +87,7 @@ def step(worlds: WorldPool, pipeline: Path, out: Path, grid: Grid, stage: int, *
     return worlds[grid.world_size].run(optimizer_step, pipeline, out, settings, zero(stage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "grid"), [slow(0, DP), full(1, CP), (2, DP), full(3, DP), slow(3, CP)], ids=str
 )

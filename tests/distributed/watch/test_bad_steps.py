@@ -207,6 +207,7 @@ def test_the_average_is_that_of_a_run_that_never_made_the_skipped_steps(
     assert equal(again, averages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["low", *(pytest.param(case, marks=pytest.mark.slow) for case in (torch.nan, 1e4))]
 )

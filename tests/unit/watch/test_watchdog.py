@@ -133,6 +133,7 @@ with module.Watchdog(launcher):
     assert done.stderr == f"wands: {reason} before the end of the first step; there is nothing new to save.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", ["deepspeed", pytest.param("wands.watch.restart", marks=pytest.mark.slow)]
 )
