@@ -1,6 +1,6 @@
 """Training recipe: all settings of a training run as immutable, typed sections.
 
-The docstring of a key is its description in `wands config` and in the reference page.
+The docstring of a key is its description in `wands recipes` and in the reference page.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class PackingConfig(StrictModel):
     files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as a buffer with
     all samples."""
     plan: str | None = None
-    """File with the packing plan of one epoch, written by `wands pack --out`. In this epoch, training processes exactly
+    """File with the packing plan of one epoch, written by `wands tools pack --out`. In this epoch, training processes exactly
     the bins and steps in the file. The file must fit the data and the recipe. wands plans the other epochs, and all
     epochs if this key is unset."""
 

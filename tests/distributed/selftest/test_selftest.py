@@ -1,4 +1,4 @@
-"""`wands selftest` passes on every variant, and each mistake put in makes the lines fail that are of it, and no other."""
+"""`wands tools selftest` passes on every variant, and each mistake put in makes the lines fail that are of it, and no other."""
 
 from __future__ import annotations
 
@@ -264,6 +264,7 @@ def test_what_a_library_cannot_do_fails_its_line_alone(
 
 def test_the_command(tiny_variant: Callable[[str], Path], monkeypatch: Patch) -> None:
     command = [
+        "tools",
         "selftest",
         "--model",
         str(tiny_variant(T2V)),
@@ -336,5 +337,5 @@ def test_mistakes_of_the_user(
     shutil.rmtree(incomplete / "vae")
     assert "has no vae folder" in refusal(incomplete)
     assert [one.status for one in selftest(incomplete, only=("text.tied",))] == ["pass"]
-    wrong = CliRunner().invoke(main, ["selftest", "--model", str(incomplete)])
+    wrong = CliRunner().invoke(main, ["tools", "selftest", "--model", str(incomplete)])
     assert wrong.exit_code == 2

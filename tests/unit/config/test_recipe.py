@@ -204,7 +204,7 @@ def test_contradictions_inside_the_recipe():
 def test_a_key_of_several_types_is_one_problem():
     assert problems("lora={rank: 4, targets: 3}") == (
         "lora.targets=3 is invalid: input should be 'attention', 'attention+ffn' or 'all-linear', or input should be a "
-        "valid list; `wands config lora.targets` describes the key."
+        "valid list; `wands recipes lora.targets` describes the key."
     )
 
 
