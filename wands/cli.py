@@ -84,6 +84,8 @@ def _check(options: opts.CheckOptions) -> None:
     report = check(options)
     click.echo(report.render())
     save_report(report, options.json_path, options.html_path)
+    if not (options.json_path or options.html_path):
+        click.echo("every clip: add --html clips.html, or --json clips.json for programs")
     if report.totals()["rejected"]:
         sys.exit(1)
 

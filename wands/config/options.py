@@ -246,7 +246,8 @@ class MeasureOptions(Options):
 class CheckOptions(ClipOptions, PluginOptions):
     """Report which clips can be used, and why other clips cannot.
 
-    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. The exit
+    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. It prints a
+    summary; --html and --json list every clip. The exit
     code is 0 if every clip can be used, even if there are warnings. The exit code is 1 if a clip is rejected, and 2
     if SOURCE or an option is wrong.
 
@@ -259,18 +260,18 @@ class CheckOptions(ClipOptions, PluginOptions):
     """Diffusers pipeline folder or Hub id of the model to train later. The command reads the model variant from this
     model, and counts caption tokens exactly with the model's tokenizer. Without --model, the command assumes Wan 2.1
     text-to-video and estimates the caption tokens."""
-    max_tokens: Annotated[int, Field(ge=1)] = 32760
-    """Capacity of a bin in video tokens, as in the recipe key packing.max_tokens. A bin holds the clips of one forward
-    pass. The command predicts the fraction of the capacity that the clips fill."""
-    bins_per_step: Annotated[int, Field(ge=1)] = 1
-    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. A bin holds the clips of one
-    forward pass. The command needs this value to predict the number of steps in an epoch."""
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Capacity of a bin in video tokens, as in the recipe key packing.max_tokens. The command predicts the fraction of the
+    capacity that the clips fill [default: the default of the recipe key]."""
+    bins_per_step: Annotated[int | None, Field(ge=1)] = None
+    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. The command needs this value to
+    predict the number of steps in an epoch [default: the default of the recipe key]."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of processes that decode clips at the same time [default: one per CPU core]."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
-    """Write all results of the check to this JSON file."""
+    """Write the results of every clip to this JSON file."""
     html_path: Annotated[Path | None, Spelling("--html")] = None
-    """Write all results of the check, with thumbnails of the clips, to this HTML file."""
+    """Write the results of every clip, with thumbnails, to this HTML file."""
 
 
 class PreprocessOptions(ClipOptions, PluginOptions):

@@ -32,6 +32,7 @@ from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import arrays_of, clip_files_of, conditions_of
 from wands.config.options import CheckOptions
+from wands.config.recipe import Recipe
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS
@@ -358,7 +359,11 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
         return None
     lengths = np.array([sample.num_tokens for sample in samples])
     keys = [sample.key for sample in samples]
-    limits = options.model_dump(include={"max_tokens", "bins_per_step"})
+    recipe = Recipe()
+    limits = {
+        "max_tokens": options.max_tokens or recipe.packing.max_tokens,
+        "bins_per_step": options.bins_per_step or recipe.train.bins_per_step,
+    }
     cost = variant.dit.forward_flops
     try:
         plan = plan_epoch(lengths, seed=0, epoch=0, cost=cost, keys=keys, **limits)
