@@ -191,7 +191,7 @@ def _process_group_formed() -> bool:
 
 
 COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
-    opts.RecipesOptions: "wands.config.reference:describe",
+    opts.RecipesOptions: "wands.config.reference:describe_recipes",
     opts.InitOptions: "wands.commands.init.init:init",
     opts.SplitOptions: "data_tools.footage.shots:split",
     opts.CaptionOptions: "data_tools.footage.write_captions:caption",

@@ -1,8 +1,9 @@
 """Read the plan of an epoch from a file, instead of planning the epoch.
 
-`wands tools pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`. If clips were
-added or removed since, or this version of wands plans the epoch in another way, a resumed run finishes the epoch with that plan,
-without the removed clips. The noise of unchanged clips stays the same, because it depends only on the clip and the epoch.
+`wands tools pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`. If
+clips were added or removed since, or this version of wands plans the epoch in another way, a resumed run finishes the epoch with
+that plan, without the removed clips. The noise of unchanged clips stays the same, because it depends only on the clip and the
+epoch.
 """
 
 from __future__ import annotations

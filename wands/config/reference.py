@@ -113,7 +113,7 @@ def _default_text(field: FieldInfo) -> str:
     return default if isinstance(default, str) else json.dumps(default)
 
 
-def describe(options: RecipesOptions) -> str:
+def describe_recipes(options: RecipesOptions) -> str:
     """Return the text of `wands recipes`: the shipped recipes, all keys, or one recipe, section or key.
 
     Raises:

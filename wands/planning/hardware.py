@@ -1,8 +1,8 @@
 """Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the speeds of kernels.
 
 Peaks and memory sizes are from the vendors' data sheets. Link bandwidths are those that collectives reach for one GPU and one
-direction. Kernel speeds are typical fractions of the data sheet, or measured by `wands tools calibrate`, whose file `with_measurements`
-reads.
+direction. Kernel speeds are typical fractions of the data sheet, or measured by `wands tools calibrate`, whose file
+`with_measurements` reads.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ WIDTH = 192
 
 
 class Skipped(Exception):
-    """Exception that a check of `wands tools selftest` raises if the check cannot be applied to the model. The text is the reason."""
+    """Exception that a check of `wands tools selftest` raises if it cannot be applied to the model. The text is the reason."""
 
 
 @dataclass(frozen=True)

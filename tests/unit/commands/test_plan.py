@@ -187,7 +187,7 @@ def test_a_machines_own_numbers_count():
 
 @pytest.mark.slow
 def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
-    """What `wands tools calibrate` measures is refused for another device, and read for its own, by name or from the cache folder."""
+    """What `wands tools calibrate` measures is refused for another device, and read for its own, by name or from the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sheet = run()
     assert "this is a prediction, with the speeds of kernels from the data sheet" in sheet
