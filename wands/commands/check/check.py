@@ -360,16 +360,22 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
     lengths = np.array([sample.num_tokens for sample in samples])
     keys = [sample.key for sample in samples]
     recipe = Recipe()
-    limits = {
-        "max_tokens": options.max_tokens or recipe.packing.max_tokens,
-        "bins_per_step": options.bins_per_step or recipe.train.bins_per_step,
-    }
-    cost = variant.dit.forward_flops
+    max_tokens = options.max_tokens or recipe.packing.max_tokens
+    bins_per_step = options.bins_per_step or recipe.train.bins_per_step
+    forecast = PackingForecast(max_tokens, bins_per_step)
     try:
-        plan = plan_epoch(lengths, seed=0, epoch=0, cost=cost, keys=keys, **limits)
+        plan = plan_epoch(
+            lengths,
+            max_tokens=max_tokens,
+            bins_per_step=bins_per_step,
+            seed=0,
+            epoch=0,
+            cost=variant.dit.forward_flops,
+            keys=keys,
+        )
     except DataError as error:
-        return PackingForecast(**limits, problem=str(error))
-    return PackingForecast(**limits, fill=plan.fill, steps_per_epoch=plan.num_steps)
+        return replace(forecast, problem=str(error))
+    return replace(forecast, fill=plan.fill, steps_per_epoch=plan.num_steps)
 
 
 def _token_counter(model: str | None) -> Callable[[str], int]:
