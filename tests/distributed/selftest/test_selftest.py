@@ -280,7 +280,7 @@ def test_the_command(tiny_variant: Callable[[str], Path], monkeypatch: Patch) ->
     assert right.exit_code == 0
     assert lines[0].split()[:3] == ["experts.boundary", "skipped", "wan2.1-t2v-tiny"]
     assert lines[2].split()[:4] == ["names", "pass", "69", "of"]
-    advice = f"torchrun --nproc-per-node 2 -m {' '.join(['wands', *command[:3]])} --only cp"
+    advice = f"torchrun --nproc-per-node 2 -m {' '.join(['wands', *command[:4]])} --only cp"
     assert safe_lines(advice) in lines[3]
     assert lines[-1] == "1 passed, 0 failed, 4 skipped"
     two_names_become_one(monkeypatch)
