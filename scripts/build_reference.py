@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from wands.cli import main
+from wands.config.click_options import GroupedCommand
 from wands.config.reference import WIDTH, list_sections
 from wands.variants import VARIANTS, sampling_table
 
@@ -29,7 +30,7 @@ _NOTE = "<!-- Written by scripts/build_reference.py from wands/config. Change th
 _RECIPE_INTRO = """\
 A recipe is a YAML file with the sections below. `wands recipes` lists the shipped recipes, and `--set section.key=value`
 sets a key on the command line. Precedence: defaults, then the file, then `--set`. An unknown key or an invalid value is an
-error. `wands config` prints this page in short, `wands config optim.lr` one key."""
+error. `wands recipes --keys` prints this page in short, `wands recipes optim.lr` one key."""
 _CLI_INTRO = """\
 `wands COMMAND --help` prints the same texts. `python -m wands` is the same as `wands`; launchers such as torchrun and
 deepspeed start it this way. `wands -v COMMAND` prints debug messages. Exit code 2 means an error that you can fix; the last
@@ -38,6 +39,17 @@ _SAMPLING_INTRO = """\
 These values are the defaults of `wands infer`. They come from the configs, `generate.py` and the README of Wan 2.1 and 2.2. Two
 numbers of guidance are for the high-noise and the low-noise expert. A model with another shape has the size 832 x 480, 81
 frames, 50 steps, guidance 5, the shift of its scheduler, and no negative prompt."""
+
+
+def list_commands(group: click.Group) -> dict[str, GroupedCommand]:
+    """Return the commands of a group and of the groups in it by their names, such as "train" and "tools verify"."""
+    found: dict[str, GroupedCommand] = {}
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found |= {f"{name} {inner}": item for inner, item in list_commands(command).items()}
+        elif isinstance(command, GroupedCommand):
+            found[name] = command
+    return found
 
 
 def recipe_page() -> str:
@@ -51,27 +63,26 @@ def recipe_page() -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def cli_page(commands: Mapping[str, click.Command]) -> str:
+def cli_page(commands: Mapping[str, GroupedCommand]) -> str:
     """Return the command-line reference in Markdown.
 
     Args:
-        commands: the subcommands by name, in order.
+        commands: the subcommands by name, in order, see `list_commands`.
     """
     lines = ["# Command-line reference", _NOTE, _CLI_INTRO]
     table = ["| command | purpose |", "|---|---|"]
     for name, command in commands.items():
-        table.append(f"| [{name}](#wands-{name}) | {command.get_short_help_str(WIDTH)} |")
+        table.append(f"| [{name}](#wands-{name.replace(' ', '-')}) | {command.get_short_help_str(WIDTH)} |")
     lines.append("\n".join(table))
     for name, command in commands.items():
         context = click.Context(command, info_name=f"wands {name}")
         text, _, examples = str(command.help).partition("\b\nExamples:\n")
-        options = (param for param in command.params if isinstance(param, click.Option))
-        records = filter(None, (option.get_help_record(context) for option in options))
+        groups = command.option_groups(context)
         lines += [
             f"## wands {name}",
             f"```\n{context.get_usage().removeprefix('Usage: ')}\n```",
             text.strip(),
-            "\n".join(f"- `{option}`: {' '.join(help.split())}" for option, help in records),
+            *_option_lists(groups),
             f"```bash\n{textwrap.dedent(examples).strip()}\n```",
         ]
     lines += ["## Sampling options of the models' authors", _SAMPLING_INTRO, sampling_table()]
@@ -83,9 +94,21 @@ def cli_page(commands: Mapping[str, click.Command]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _option_lists(groups: Mapping[str, Sequence[tuple[str, str]]]) -> Iterator[str]:
+    """Yield a list of the options under each heading, without --help, and the headings if there are several."""
+    for heading, records in groups.items():
+        lines = [
+            f"- `{option}`: {' '.join(help.split())}" for option, help in records if "--help" not in option
+        ]
+        if len(groups) > 1 and lines:
+            yield f"**{heading}**"
+        if lines:
+            yield "\n".join(lines)
+
+
 def build_pages() -> dict[str, str]:
     """Return a dictionary that maps the file name of each reference page to its Markdown text."""
-    return {"cli.md": cli_page(main.commands), "recipe.md": recipe_page()}
+    return {"cli.md": cli_page(list_commands(main)), "recipe.md": recipe_page()}
 
 
 def options_of(command: click.Command) -> dict[str, bool]:
@@ -104,7 +127,9 @@ def add_options(stored: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]
     Args:
         stored: maps each command to its options. An option maps to True if it takes a value, and to False if it is a flag.
     """
-    added = {name: stored.get(name, {}) | options_of(command) for name, command in main.commands.items()}
+    added = {
+        name: stored.get(name, {}) | options_of(command) for name, command in list_commands(main).items()
+    }
     return stored | added
 
 

@@ -184,8 +184,8 @@ class Checkout:
         return self.once(f"exported-{case}", lambda path: self.run(*command, "--out", str(path)))
 
     def plan(self) -> Path:
-        """Return the path of the plan file that `wands pack` writes. The first call runs the command."""
-        command = ["-m", "wands", "pack", "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
+        """Return the path of the plan file that `wands tools pack` writes. The first call runs the command."""
+        command = ["-m", "wands", "tools", "pack", "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
         return self.once("plan.jsonl", lambda path: self.run(*command, "--out", str(path)))
 
 

@@ -8,8 +8,8 @@ A stage has several parts. After each part, the script writes all results of the
 
 attention   copy and matmul speed, attention kernels forward and backward, cross-attention backward, copies to the device
 block       one transformer block of 1.3B and of 14B: time, operators, bytes and kernels, for one clip and for many clips
-step        a training step of 1.3B and of a LoRA of 14B through `wands profile`, also in fp8 and with swapped blocks: time, MFU,
-            and the peak of memory next to the estimate
+step        a training step of 1.3B and of a LoRA of 14B through `wands tools profile`, also in fp8 and with swapped blocks: time,
+            MFU, and the peak of memory next to the estimate
 tests       the tests marked gpu
 memory      bench_memory.py at the widths of 1.3B and 14B
 infer       time of each part of `wands infer` with random weights of 1.3B and of its VAE

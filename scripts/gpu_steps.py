@@ -1,4 +1,4 @@
-"""Stage `step` of gpu_stages.py: training steps through `wands profile`."""
+"""Stage `step` of gpu_stages.py: training steps through `wands tools profile`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(
     variant: str = VARIANT_NAMES[0],
     settings: Sequence[str] = (),
 ) -> Rows:
-    """Train six steps with `wands profile`, and return a row of the table.
+    """Train six steps with `wands tools profile`, and return a row of the table.
 
     The row contains measurements of steps 3 and 4, such as time and peak memory. It also contains the predicted time and the
     predicted peak memory. The profiler records only step 5. If the profiler fails, the error is printed and the stage fails,
@@ -62,7 +62,7 @@ def step(
         out = Path(folder) / "profile"
         options = [part for text in overrides for part in ("--set", text)]
         try:
-            run_wands(["profile", "--out", str(out), *options])
+            run_wands(["tools", "profile", "--out", str(out), *options])
         except RuntimeError as error:
             if not (out / "metrics.jsonl").is_file():
                 raise

@@ -31,11 +31,15 @@ from wands.variants import sampling_table
 from wands.version import __version__
 
 
-class _CommandGroup(click.Group):
+class _OrderedGroup(click.Group):
     """Group whose help page lists the subcommands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+
+class _MainGroup(_OrderedGroup):
+    """The command `wands`, which prints an error of a subcommand as one sentence."""
 
     def invoke(self, ctx: click.Context) -> None:
         try:
@@ -53,7 +57,7 @@ class _CommandGroup(click.Group):
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-@click.group(cls=_CommandGroup, context_settings=_SETTINGS)
+@click.group(cls=_MainGroup, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="wands")
 @click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Rank on this node.")
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages, and warnings of other packages.")
@@ -80,6 +84,8 @@ def _check(options: opts.CheckOptions) -> None:
     report = check(options)
     click.echo(report.render())
     save_report(report, options.json_path, options.html_path)
+    if not (options.json_path or options.html_path):
+        click.echo("every clip: add --html clips.html, or --json clips.json for programs")
     if report.totals()["rejected"]:
         sys.exit(1)
 
@@ -186,31 +192,47 @@ def _process_group_formed() -> bool:
 
 COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.RecipesOptions: "wands.config.reference:describe_recipes",
-    opts.ConfigOptions: "wands.config.reference:describe_config",
     opts.InitOptions: "wands.commands.init.init:init",
     opts.SplitOptions: "data_tools.footage.shots:split",
     opts.CaptionOptions: "data_tools.footage.write_captions:caption",
     opts.MeasureOptions: "data_tools.footage.measures:measure_clips",
     opts.CheckOptions: _check,
     opts.PreprocessOptions: "wands.preprocess.preprocess:preprocess",
-    opts.PackOptions: "wands.commands.pack:pack",
-    opts.CalibrateOptions: "wands.commands.calibrate:calibrate",
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
     opts.ReportOptions: "wands.report.page:report",
-    opts.ProfileOptions: _profile,
     opts.InferOptions: _infer,
     opts.EvaluateOptions: "wands.commands.evaluate:evaluate",
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",
     opts.ConvertOptions: "wands.convert.convert:convert",
-    opts.ScoreOptions: "wands.commands.score:score",
-    opts.VerifyOptions: "wands.commands.verify:verify",
-    opts.SelftestOptions: _selftest,
 }
 """The function of each subcommand, in the order of the help page. A function that is given by name ("module:function") is
 imported when the subcommand runs, and its result is printed."""
+TOOLS: dict[type[Options], str | Callable[[Any], None]] = {
+    opts.VerifyOptions: "wands.commands.verify:verify",
+    opts.ScoreOptions: "wands.commands.score:score",
+    opts.SelftestOptions: _selftest,
+    opts.CalibrateOptions: "wands.commands.calibrate:calibrate",
+    opts.ProfileOptions: _profile,
+    opts.PackOptions: "wands.commands.pack:pack",
+}
+"""The functions of the subcommands of `wands tools`, which a usual run does not need."""
 
-for _options, _run in COMMANDS.items():
-    main.add_command(build_command(_options, partial(_print_result, _run) if isinstance(_run, str) else _run))
+
+def _add_commands(group: click.Group, functions: dict[type[Options], str | Callable[[Any], None]]) -> None:
+    for options, run in functions.items():
+        group.add_command(
+            build_command(options, partial(_print_result, run) if isinstance(run, str) else run)
+        )
+
+
+@click.group(cls=_OrderedGroup, short_help="Verify, score, self-test, calibrate, profile and pack")
+def tools() -> None:
+    """Verify, score, self-test, calibrate, profile and pack."""
+
+
+_add_commands(main, COMMANDS)
+_add_commands(tools, TOOLS)
+main.add_command(tools)
 main.commands["infer"].epilog = f"\b\nSampling options of the models' authors:\n{sampling_table()}"

@@ -92,7 +92,7 @@ def test_every_command_imports_nothing_from_it(start, tiny_pipeline: Path, clips
         every, "wands", "preprocess", clips, "--out", cache, "--model", tiny_pipeline, *small, "--workers", 2
     )
     recipe = ["tiny", "--set", f"data.cache={cache}", "--set", f"model.path={tiny_pipeline}"]
-    start(every, "wands", "pack", *recipe, "--out", tmp_path / "plan.jsonl")
+    start(every, "wands", "tools", "pack", *recipe, "--out", tmp_path / "plan.jsonl")
     start(every, "wands", "plan", *recipe, "--gpus", 1)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     training = [f"model.path={tiny_pipeline}", f"output_dir={run}", "train.max_steps=2", *BASE]
@@ -107,9 +107,9 @@ def test_every_command_imports_nothing_from_it(start, tiny_pipeline: Path, clips
         every, "wands", "convert", tmp_path / "exported", "--out", tmp_path / "official", "--to", "official"
     )
     for folder in (cache, run, tmp_path / "exported"):
-        start(every, "wands", "verify", folder)
-    start(every, "wands", "config", "optim.lr")
-    start(every, "wands", "selftest", "--model", tmp_path / "exported", "--only", "vae")
+        start(every, "wands", "tools", "verify", folder)
+    start(every, "wands", "recipes", "optim.lr")
+    start(every, "wands", "tools", "selftest", "--model", tmp_path / "exported", "--only", "vae")
     with FakeHub({"hf_secret": "alice"}) as hub:
         environment = {"HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
         start(

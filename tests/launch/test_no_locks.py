@@ -74,7 +74,7 @@ def test_training_and_what_is_made_of_it(python: Callable[..., str], tiny_pipeli
     python(*train, "train.max_steps=3", "--resume")
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3]
     assert (run / "checkpoints" / "latest").read_text() == "step_00000003"
-    python("-m", "wands", "pack", *settings, "--out", tmp_path / "plan.jsonl")
+    python("-m", "wands", "tools", "pack", *settings, "--out", tmp_path / "plan.jsonl")
     python("-m", "wands", "export", run, "--out", tmp_path / "exported")
     python("-m", "wands", "convert", tmp_path / "exported", "--to", "comfyui", "--out", tmp_path / "comfy")
     expected = ["comfy", "exported", "plan.jsonl", "run"]

@@ -1,4 +1,4 @@
-"""Mistakes that `wands selftest` must find, each with the lines that fail."""
+"""Mistakes that `wands tools selftest` must find, each with the lines that fail."""
 
 from __future__ import annotations
 

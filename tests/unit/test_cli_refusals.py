@@ -208,7 +208,17 @@ def test_bins_per_step_and_ranks(tiny_pipeline: Path, monkeypatch: pytest.Monkey
     text = refused(
         "train", "--set", f"model.path={tiny_pipeline}", "--set", MOCK, "--set", "train.bins_per_step=6"
     )
-    assert "train.bins_per_step=6 must be a multiple of dp_size=4" in text
+    assert "train.bins_per_step=6: " in text
+    assert "must be a multiple of dp_size=4 (4 processes / cp_size). Add --set train.bins_per_step=8;" in text
+
+
+def test_a_lora_recipe_on_eight_gpus_names_the_setting(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch):
+    """The recipe has one bin in a step."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
+    text = refused("train", "wan2.1-t2v-1.3b-lora", "--set", f"model.path={tiny_pipeline}", "--set", MOCK)
+    assert "train.bins_per_step=1: " in text
+    assert "Add --set train.bins_per_step=8;" in text
 
 
 def test_preprocess_mistakes(tiny_pipeline: Path, clips_dir: Path, tmp_path: Path):

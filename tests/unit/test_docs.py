@@ -74,10 +74,13 @@ def test_commands_parse(page: Path):
         arguments = wands_arguments(command)
         if not arguments or arguments[0].startswith("-"):
             continue
-        known = main.commands.get(arguments[0])
+        known: click.Command | None = main
+        while isinstance(known, click.Group):
+            name, *arguments = arguments
+            known = known.commands.get(name)
         assert known is not None, command
         try:
-            known.make_context(arguments[0], arguments[1:])
+            known.make_context(name, arguments)
         except click.UsageError as error:
             pytest.fail(f"{command}: {error.format_message()}")
 

@@ -1,8 +1,9 @@
 """Read the plan of an epoch from a file, instead of planning the epoch.
 
-`wands pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`. If clips were
-added or removed since, or this version of wands plans the epoch in another way, a resumed run finishes the epoch with that plan,
-without the removed clips. The noise of unchanged clips stays the same, because it depends only on the clip and the epoch.
+`wands tools pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`. If
+clips were added or removed since, or this version of wands plans the epoch in another way, a resumed run finishes the epoch with
+that plan, without the removed clips. The noise of unchanged clips stays the same, because it depends only on the clip and the
+epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FORMAT = "wands-plan-1"
 
 
 def follow_plan(sampler: PlanSampler, path: Path, fingerprint: str) -> PlanSampler:
-    """Return a sampler that takes the bins of one epoch from a plan file of `wands pack`, and plans the other epochs.
+    """Return a sampler that takes the bins of one epoch from a plan file of `wands tools pack`, and plans the other epochs.
 
     A user may edit the key `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number
     of steps, and the number of bins in each step must stay the same.
@@ -38,7 +39,7 @@ def follow_plan(sampler: PlanSampler, path: Path, fingerprint: str) -> PlanSampl
     Raises:
         ConfigError: if the file cannot be read, or does not fit the data (its `fingerprint`) or the recipe.
     """
-    fix = "write the file again with wands pack --out and this recipe"
+    fix = "write the file again with wands tools pack --out and this recipe"
     try:
         header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         epoch = header["epoch"]

@@ -1,4 +1,4 @@
-"""The command `wands calibrate`: measure the speeds from which `wands plan` predicts step times."""
+"""The command `wands tools calibrate`: measure the speeds from which `wands plan` predicts step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `wands pack`: write the bins of an epoch to a file, exactly as `wands train` uses them."""
+"""The command `wands tools pack`: write the bins of an epoch to a file, exactly as `wands train` uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wands score`: compare sampled videos with reference clips by SSIM, PSNR and the correlation of their latents."""
+"""`wands tools score`: compare sampled videos with reference clips by SSIM, PSNR and the correlation of their latents."""
 
 from __future__ import annotations
 

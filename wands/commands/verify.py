@@ -1,4 +1,4 @@
-"""`wands verify`: read all files of a run, a cache or a model, and compare them with their stored hashes."""
+"""`wands tools verify`: read all files of a run, a cache or a model, and compare them with their stored hashes."""
 
 from __future__ import annotations
 

@@ -77,6 +77,13 @@ class Spelling:
     argument: bool = False
 
 
+@dataclass(frozen=True)
+class Heading:
+    """Heading on the help page above an option. The options after it belong to it too, up to the next heading."""
+
+    text: str
+
+
 def limits_of(field: FieldInfo) -> dict[str, Any]:
     """Return the limits of a numeric field by pydantic's names, such as {"ge": 0, "lt": 1}."""
     rules = ("ge", "gt", "le", "lt")
@@ -86,6 +93,11 @@ def limits_of(field: FieldInfo) -> dict[str, Any]:
 def spelling_of(field: FieldInfo) -> Spelling:
     """Return the `Spelling` in the annotation of an option field, or a default one."""
     return next((item for item in field.metadata if isinstance(item, Spelling)), Spelling())
+
+
+def heading_of(field: FieldInfo) -> str | None:
+    """Return the text of the `Heading` in the annotation of an option field."""
+    return next((item.text for item in field.metadata if isinstance(item, Heading)), None)
 
 
 ARGUMENT = Spelling(argument=True)

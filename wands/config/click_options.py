@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -12,7 +12,7 @@ import click
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from wands.config.base import Options, limits_of, spelling_of
+from wands.config.base import Options, heading_of, limits_of, spelling_of
 
 
 def command_name(options: type[Options]) -> str:
@@ -20,7 +20,33 @@ def command_name(options: type[Options]) -> str:
     return options.__name__.removesuffix("Options").lower()
 
 
-def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Command:
+class GroupedCommand(click.Command):
+    """Command whose help page lists the options under headings.
+
+    Attributes:
+        headings: maps the name of the first parameter of a group to the heading of the group.
+    """
+
+    headings: Mapping[str, str]
+
+    def option_groups(self, context: click.Context) -> dict[str, list[tuple[str, str]]]:
+        """Return the (option, help) pairs under each heading, in order."""
+        heading = "Options"
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            heading = self.headings.get(parameter.name or "", heading)
+            record = parameter.get_help_record(context) if isinstance(parameter, click.Option) else None
+            if record:
+                groups.setdefault(heading, []).append(record)
+        return groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, records in self.option_groups(ctx).items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def build_command(options: type[Options], run: Callable[[Any], Any]) -> GroupedCommand:
     """Return a subcommand that parses the command line into an instance of `options`, and calls `run` with it.
 
     The help lists required parameters first and --import last, and otherwise keeps the order of the fields.
@@ -36,7 +62,7 @@ def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Co
             raise click.BadParameter(problem["msg"], param=parameter) from None
         return run(parsed)
 
-    return click.Command(
+    command = GroupedCommand(
         command_name(options),
         callback=parse_and_run,
         # --import, which commands inherit, comes last.
@@ -46,6 +72,11 @@ def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Co
         help=_help_text(options),
         short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),
     )
+    headings = {name: text for name, field in options.model_fields.items() if (text := heading_of(field))}
+    if headings:
+        headings["imports" if "imports" in options.model_fields else "help"] = "Other options"
+    command.headings = headings
+    return command
 
 
 def help_line(field: FieldInfo) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from wands.config.base import ARGUMENT, Options, Spelling
+from wands.config.base import ARGUMENT, Heading, Options, Spelling
 
 
 class PluginOptions(Options):
@@ -32,7 +32,7 @@ class RecipeOptions(PluginOptions):
     Without RECIPE, every recipe key has its default value."""
     overrides: Annotated[tuple[str, ...], Spelling("--set", metavar="SECTION.KEY=VALUE")] = ()
     """Set a recipe key to a value, such as optim.lr=1e-4. Give the option several times to set several keys. `wands
-    config` lists all keys."""
+    recipes --keys` lists all keys."""
 
 
 class ClipOptions(Options):
@@ -85,27 +85,19 @@ class ClipOptions(Options):
 
 
 class RecipesOptions(Options):
-    """List the recipes that wands ships, or print a shipped recipe.
+    """List the ready recipes, print one of them, or explain a recipe key.
 
     Examples:
         wands recipes
         wands recipes wan2.1-t2v-1.3b-lora
+        wands recipes optim.lr
     """
 
     name: Annotated[str | None, ARGUMENT] = None
-    """Name of a shipped recipe, which the command prints as YAML. Without NAME, the command lists all shipped recipes."""
-
-
-class ConfigOptions(Options):
-    """List the recipe keys with types, defaults and descriptions.
-
-    Examples:
-        wands config
-        wands config optim.lr
-    """
-
-    key: Annotated[str | None, ARGUMENT] = None
-    """Section, such as optim, or key, such as optim.lr, to describe in full. Without KEY, the command lists all keys."""
+    """Name of a recipe that wands ships, which the command prints as YAML. Or a recipe key, such as optim.lr, or a section of
+    keys, such as optim, which the command describes in full. Without NAME, the command lists the shipped recipes."""
+    keys: bool = False
+    """List all recipe keys with types, defaults and short descriptions."""
 
 
 class InitOptions(ClipOptions):
@@ -254,7 +246,8 @@ class MeasureOptions(Options):
 class CheckOptions(ClipOptions, PluginOptions):
     """Report which clips can be used, and why other clips cannot.
 
-    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. The exit
+    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. It prints a
+    summary; --html and --json list every clip. The exit
     code is 0 if every clip can be used, even if there are warnings. The exit code is 1 if a clip is rejected, and 2
     if SOURCE or an option is wrong.
 
@@ -267,18 +260,18 @@ class CheckOptions(ClipOptions, PluginOptions):
     """Diffusers pipeline folder or Hub id of the model to train later. The command reads the model variant from this
     model, and counts caption tokens exactly with the model's tokenizer. Without --model, the command assumes Wan 2.1
     text-to-video and estimates the caption tokens."""
-    max_tokens: Annotated[int, Field(ge=1)] = 32760
-    """Capacity of a bin in video tokens, as in the recipe key packing.max_tokens. A bin holds the clips of one forward
-    pass. The command predicts the fraction of the capacity that the clips fill."""
-    bins_per_step: Annotated[int, Field(ge=1)] = 1
-    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. A bin holds the clips of one
-    forward pass. The command needs this value to predict the number of steps in an epoch."""
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Capacity of a bin in video tokens, as in the recipe key packing.max_tokens. The command predicts the fraction of the
+    capacity that the clips fill [default: the default of the recipe key]."""
+    bins_per_step: Annotated[int | None, Field(ge=1)] = None
+    """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. The command needs this value to
+    predict the number of steps in an epoch [default: the default of the recipe key]."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of processes that decode clips at the same time [default: one per CPU core]."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
-    """Write all results of the check to this JSON file."""
+    """Write the results of every clip to this JSON file."""
     html_path: Annotated[Path | None, Spelling("--html")] = None
-    """Write all results of the check, with thumbnails of the clips, to this HTML file."""
+    """Write the results of every clip, with thumbnails, to this HTML file."""
 
 
 class PreprocessOptions(ClipOptions, PluginOptions):
@@ -340,7 +333,7 @@ class PackOptions(RecipeOptions):
     the file.
 
     Examples:
-        wands pack wan2.1-t2v-1.3b-lora --set data.cache=cache/ --out plan.jsonl
+        wands tools pack wan2.1-t2v-1.3b-lora --set data.cache=cache/ --out plan.jsonl
     """
 
     out: Path
@@ -357,8 +350,8 @@ class CalibrateOptions(Options):
     command, because `wands plan` predicts runs on GPUs.
 
     Examples:
-        wands calibrate
-        wands calibrate --out h200.json
+        wands tools calibrate
+        wands tools calibrate --out h200.json
     """
 
     out: Path | None = None
@@ -390,8 +383,8 @@ class PlanOptions(RecipeOptions):
     rtx4070 or rtx3060. For another GPU, use the name of a similar GPU together with --gpu-memory [default: the known GPU type
     whose memory is closest to --gpu-memory; without --gpu-memory, the GPU of this machine, or h100 if it has none]."""
     hardware_file: Path | None = None
-    """File that `wands calibrate` wrote on a GPU of the type in --hardware. Its speeds replace the speeds of the data
-    sheet [default: the file that `wands calibrate` wrote without --out for this GPU type, if there is one]."""
+    """File that `wands tools calibrate` wrote on a GPU of the type in --hardware. Its speeds replace the speeds of the data
+    sheet [default: the file that `wands tools calibrate` wrote without --out for this GPU type, if there is one]."""
     gpus: Annotated[int | None, Field(ge=1)] = None
     """Total number of GPUs in all nodes together [default: the GPUs of this machine; without a GPU, 1 for an RTX card and 8 for
     other types]."""
@@ -424,7 +417,7 @@ class PlanOptions(RecipeOptions):
 
 
 class LauncherOptions(RecipeOptions):
-    """Options that `wands train` and `wands profile` share."""
+    """Options that `wands train` and `wands tools profile` share."""
 
     deepspeed: Path | None = None
     """DeepSpeed config to use: a JSON file, or the name of a config that wands ships, such as zero3 [default: a config
@@ -457,7 +450,7 @@ class TrainOptions(LauncherOptions):
     random weights on random clips of its official size. A tiny model, such as wan2.1-t2v-tiny, needs no GPU. RECIPE and
     --set choose the other settings."""
     plan: Path | None = None
-    """File that `wands pack --out` wrote for one epoch. In this epoch, training uses exactly the bins
+    """File that `wands tools pack --out` wrote for one epoch. In this epoch, training uses exactly the bins
     and steps in the file. Other epochs are packed as usual. The option sets the recipe key packing.plan."""
     show_timesteps: bool = False
     """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""
@@ -489,15 +482,15 @@ class ProfileOptions(LauncherOptions):
     No checkpoint is saved.
 
     Examples:
-        wands profile wan2.1-t2v-1.3b-lora --set data.cache=cache/
-        torchrun --nproc-per-node 8 -m wands profile my.yaml --deepspeed zero3 --set profile.ranks=[0,7]
+        wands tools profile wan2.1-t2v-1.3b-lora --set data.cache=cache/
+        torchrun --nproc-per-node 8 -m wands tools profile my.yaml --deepspeed zero3 --set profile.ranks=[0,7]
     """
 
     out: Annotated[Path, Spelling(metavar="DIR")] = Path("runs/profile")
     """Run folder to write. The folder must not contain checkpoints."""
 
     def train_options(self) -> TrainOptions:
-        """Return the options of `wands train` for the short training run that `wands profile` makes.
+        """Return the options of `wands train` for the short training run that `wands tools profile` makes.
 
         The run saves no checkpoint, and ends after the profiled steps.
         """
@@ -525,38 +518,12 @@ class InferOptions(PluginOptions):
     out_dir: Annotated[Path, Spelling("--out")]
     """Folder for the results: the mp4 files, a contact sheet with a few frames of each video, and samples.jsonl. The
     file samples.jsonl lists each video with its prompt and options."""
-    prompts: Annotated[tuple[str, ...], Spelling("--prompt")] = ()
+    prompts: Annotated[tuple[str, ...], Spelling("--prompt"), Heading("Prompts and images")] = ()
     """Text prompt for one video. Give the option several times to sample several videos. At least one prompt is needed,
     from --prompt or from --prompts-file."""
     prompts_file: Path | None = None
     """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, such as
     {"prompt": "a kite", "seed": 1}."""
-    height: tuple[int, ...] = ()
-    """Height of the video in pixels. Give the option several times to set one value per prompt [default: the official
-    value of the model]."""
-    width: tuple[int, ...] = ()
-    """Width of the video in pixels. Give the option several times to set one value per prompt [default: the official
-    value of the model]."""
-    num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
-    """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
-    prompt [default: the official value of the model]."""
-    num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps")] = ()
-    """Number of denoising steps. Give the option several times to set one value per prompt [default: the official value
-    of the model]."""
-    guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
-    """Scale of classifier-free guidance. With larger values, the video follows the prompt more strongly. Values up to 1
-    turn guidance off. Give the option several times to set one value per prompt [default: the official value of the
-    model]."""
-    guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
-    """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one
-    value per prompt [default: the value of --guidance if you set it, else the official value of the model]."""
-    flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
-    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
-    set one value per prompt [default: the official value for published model sizes, else the flow shift of the
-    model's scheduler]."""
-    seed: tuple[int, ...] = ()
-    """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
-    the option several times to set one value per prompt [default: 0]."""
     negative_prompt: tuple[str, ...] = ()
     """Text that describes what the video must not show. This option needs --guidance above 1. Give the option several
     times to set one value per prompt [default: the Chinese text of the model's authors; "" sets no text]."""
@@ -571,13 +538,40 @@ class InferOptions(PluginOptions):
     inputs: Annotated[tuple[str, ...], Spelling(name="--input", metavar="NAME=FILE")] = ()
     """File of a further input of the model, such as control=clip.control.mp4. The file applies to all prompts. Only models that
     were trained with an input of your own code need this option. Give the option several times for several inputs."""
-    transformer: Path | None = None
-    """Folder of a diffusers transformer that replaces the transformer of --model. If --model has two experts, the
-    folder replaces the high-noise expert. The folder can also be a pipeline that contains a transformer."""
-    transformer_2: Path | None = None
-    """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a
-    pipeline with two experts, whose low-noise expert is then used."""
-    checkpoint: Path | None = None
+    height: Annotated[tuple[int, ...], Heading("Video")] = ()
+    """Height of the video in pixels. Give the option several times to set one value per prompt [default: the official
+    value of the model]."""
+    width: tuple[int, ...] = ()
+    """Width of the video in pixels. Give the option several times to set one value per prompt [default: the official
+    value of the model]."""
+    num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
+    """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
+    prompt [default: the official value of the model]."""
+    fps: int | None = None
+    """Frame rate of the mp4 files in frames per second [default: the frame rate of the model variant]."""
+    seed: tuple[int, ...] = ()
+    """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
+    the option several times to set one value per prompt [default: 0]."""
+    save_latents: bool = False
+    """Save the latents of each video in a file next to its mp4 file."""
+    num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps"), Heading("Sampling")] = ()
+    """Number of denoising steps. Give the option several times to set one value per prompt [default: the official value
+    of the model]."""
+    guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
+    """Scale of classifier-free guidance. With larger values, the video follows the prompt more strongly. Values up to 1
+    turn guidance off. Give the option several times to set one value per prompt [default: the official value of the
+    model]."""
+    guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
+    """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one
+    value per prompt [default: the value of --guidance if you set it, else the official value of the model]."""
+    flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
+    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
+    set one value per prompt [default: the official value for published model sizes, else the flow shift of the
+    model's scheduler]."""
+    scheduler: Literal["model", "euler"] = "model"
+    """Scheduler of the denoising steps. With `model`, the scheduler of the pipeline in --model is used. Use
+    `euler` for LoRAs that sample in 4 steps."""
+    checkpoint: Annotated[Path | None, Heading("Trained weights")] = None
     """Checkpoint to sample with: a step folder (one checkpoint), such as RUN/checkpoints/step_00001000, or a run folder,
     whose newest checkpoint is used. Trained weights replace the weights of --model. A trained LoRA is added to the
     weights of --model."""
@@ -595,25 +589,26 @@ class InferOptions(PluginOptions):
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
     """LoRA to add to the low-noise expert of a model with two experts, whatever the file says. Of a LoRA for both experts,
     only the part for the low-noise expert is used. Give the option several times to add several LoRAs."""
+    transformer: Path | None = None
+    """Folder of a diffusers transformer that replaces the transformer of --model. If --model has two experts, the
+    folder replaces the high-noise expert. The folder can also be a pipeline that contains a transformer."""
+    transformer_2: Path | None = None
+    """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a
+    pipeline with two experts, whose low-noise expert is then used."""
+    device: Annotated[str | None, Heading("Speed and memory")] = None
+    """Device to run on, such as cuda:1. Leave this option out if you use a launcher such as torchrun [default: cuda
+    if available, else cpu]."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of the transformer and the text encoder. `auto` means bf16 on a GPU and fp32 on the CPU."""
+    vae_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which the VAE decodes the latents. bf16 is faster and needs less memory, but changes the video slightly."""
+    vae_tiling: bool = False
+    """Decode each frame in overlapping tiles. Tiles need less memory, but change the video slightly."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Save GPU memory by keeping weights in host memory. With `model`, one model (such as the VAE) at a time moves
     to the GPU. With `sequential`, one layer at a time moves to the GPU. With `none`, all weights stay on the GPU."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of the transformer and the text encoder. `auto` means bf16 on a GPU and fp32 on the CPU."""
-    device: str | None = None
-    """Device to run on, such as cuda:1. Leave this option out if you use a launcher such as torchrun [default: cuda
-    if available, else cpu]."""
-    fps: int | None = None
-    """Frame rate of the mp4 files in frames per second [default: the frame rate of the model variant]."""
-    save_latents: bool = False
-    """Save the latents of each video in a file next to its mp4 file."""
-    ulysses_degree: Annotated[int | None, Field(ge=1)] = None
-    """With a launcher, the number of processes that divide the attention heads among themselves (Ulysses) [default: the
-    largest valid degree]."""
-    ring_degree: Annotated[int | None, Field(ge=1)] = None
-    """With a launcher, the number of processes that divide the tokens among themselves (ring attention) [default: the
-    number of processes divided by the Ulysses degree. If --guidance-mode gives the prompt one half of the
-    processes and the negative prompt the other half, only one half is counted]."""
+    compile: bool = False
+    """Compile the transformer blocks with torch.compile. The first step takes longer, and later steps are faster."""
     attention_backend: Literal["auto", "native"] = "auto"
     """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch that
     is installed and passes a test. `native` uses the attention of diffusers. On a CPU or in fp32, `auto` means
@@ -623,15 +618,13 @@ class InferOptions(PluginOptions):
     `sequential` computes one prediction after the other. `batched` computes both as one batch, which needs more
     memory. If a launcher starts an even number of processes and all prompts use guidance, `auto` computes each
     prediction on half of the processes. Otherwise, `auto` means `sequential`."""
-    scheduler: Literal["model", "euler"] = "model"
-    """Scheduler of the denoising steps. With `model`, the scheduler of the pipeline in --model is used. Use
-    `euler` for LoRAs that sample in 4 steps."""
-    vae_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype in which the VAE decodes the latents. bf16 is faster and needs less memory, but changes the video slightly."""
-    vae_tiling: bool = False
-    """Decode each frame in overlapping tiles. Tiles need less memory, but change the video slightly."""
-    compile: bool = False
-    """Compile the transformer blocks with torch.compile. The first step takes longer, and later steps are faster."""
+    ulysses_degree: Annotated[int | None, Field(ge=1)] = None
+    """With a launcher, the number of processes that divide the attention heads among themselves (Ulysses) [default: the
+    largest valid degree]."""
+    ring_degree: Annotated[int | None, Field(ge=1)] = None
+    """With a launcher, the number of processes that divide the tokens among themselves (ring attention) [default: the
+    number of processes divided by the Ulysses degree. If --guidance-mode gives the prompt one half of the
+    processes and the negative prompt the other half, only one half is counted]."""
 
 
 class EvaluateOptions(PluginOptions):
@@ -768,8 +761,8 @@ class ScoreOptions(Options):
     sensitive to details than SSIM.
 
     Examples:
-        wands score runs/my-run/samples --reference clips/
-        wands score videos/ --reference clips/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --json score.json
+        wands tools score runs/my-run/samples --reference clips/
+        wands tools score videos/ --reference clips/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --json score.json
     """
 
     samples: Annotated[Path, ARGUMENT]
@@ -794,8 +787,8 @@ class VerifyOptions(Options):
     data_tools.verify` checks more parts of a cache.
 
     Examples:
-        wands verify runs/my-run
-        wands verify cache/
+        wands tools verify runs/my-run
+        wands tools verify cache/
     """
 
     path: Annotated[Path, ARGUMENT]
@@ -810,8 +803,8 @@ class SelftestOptions(PluginOptions):
     another option is wrong. With a launcher, only the checks of context parallelism run.
 
     Examples:
-        wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --only vae
-        torchrun --nproc-per-node 4 -m wands selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+        wands tools selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --only vae
+        torchrun --nproc-per-node 4 -m wands tools selftest --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
     """
 
     model: str

@@ -1,10 +1,11 @@
 """Training recipe: all settings of a training run as immutable, typed sections.
 
-The docstring of a key is its description in `wands config` and in the reference page.
+The docstring of a key is its description in `wands recipes` and in the reference page.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,8 +17,41 @@ from wands.config.base import StrictModel
 SavedTensor = Literal["attn_output", "attn_input", "query_proj", "key_proj", "value_proj", "ffn_activation"]
 
 
+def split_scale(text: str) -> tuple[str, float]:
+    """Return path and scale of a LoRA from "PATH=SCALE" or "PATH". The name of a file that exists is a path, also with an "=".
+
+    Raises:
+        ValueError: if the scale is not a finite number.
+    """
+    path, equals, number = text.rpartition("=")
+    if not equals or Path(text).exists():
+        return text, 1.0
+    try:
+        scale = float(number)
+    except ValueError:
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise ValueError(
+            f"there is no file {text}, and the scale {number!r} is not a finite number. Write PATH or PATH=SCALE, such as "
+            "lora.safetensors=0.8"
+        )
+    return path, scale
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 class MergeConfig(StrictModel):
-    """A LoRA to merge into the base weights, and its scale."""
+    """Path, scale and expert of a merged LoRA."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_text(cls, values: Any) -> Any:
+        if not isinstance(values, str):
+            return values
+        path, scale = split_scale(values)
+        return {"path": path, "scale": scale}
 
     path: str
     """LoRA to merge: a safetensors file, or a folder that contains such a file. The LoRA may have any layout that
@@ -46,8 +80,9 @@ class ModelConfig(StrictModel):
     low-noise expert, and `both` trains both. If this key is unset, both are trained. Each expert draws the noise level
     sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
     same clips. Training one expert needs half the memory of training both."""
-    merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """List of LoRAs that are merged into the base weights before training. The checkpoints of a full finetune contain
+    merge_loras: Annotated[list[MergeConfig], BeforeValidator(_as_list)] = Field(default_factory=list)
+    """LoRA that is merged into the base weights before training, or a list of them, each as PATH or PATH=SCALE, such as
+    style.safetensors=0.8. An entry with the keys below can also choose an expert. The checkpoints of a full finetune contain
     the merged LoRAs, and so does the result of `wands export --merge`. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
     """Train only the parameters whose full names match one of these shell patterns, such as `blocks.*.attn1.*`. The key
@@ -344,26 +379,25 @@ class PackingConfig(StrictModel):
     """Sequence packing: samples of different lengths share a bin. One forward pass processes one bin, without padding."""
 
     enabled: bool = True
-    """Process all samples of a bin (the samples that are packed together) in one forward pass. False processes the
-    samples of each bin one after the other. Both values give the same results, but false is slower."""
+    """Process all samples of a bin in one forward pass. False processes the samples of each bin one after the other.
+    Both values give the same results, but false is slower."""
     max_tokens: int = Field(default=32760, gt=0, lt=2**31)
-    """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is the number of tokens
-    of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. The capacity must
-    be at least the number of tokens of the longest sample."""
+    """Capacity of a bin in video tokens. The default is the number of tokens of one clip of 832 x 480 pixels and 81 frames.
+    Increase the capacity until the GPU memory is full. The capacity must be at least the number of tokens of the longest
+    sample."""
     level_bins: int | None = Field(default=None, gt=0, le=2**20)
-    """Number of bins in a group. A bin holds the clips of one forward pass. The bins of a group get about the same
-    amount of work, so that the ranks do not wait for each other. `train.bins_per_step` must be a multiple of this
-    number. If this key is unset, all bins of a step form one group. If each rank processes several bins per step, set
-    this key to dp_size (number of ranks / cp_size). A group then contains the bins that the ranks process at the same
-    time. Bins of different groups may have different amounts of work, so that one step can contain short and long
-    clips."""
+    """Number of bins in a group. The bins of a group get about the same amount of work, so that the ranks do not wait for
+    each other. `train.bins_per_step` must be a multiple of this number. If this key is unset, all bins of a step form one
+    group. If each rank processes several bins per step, set this key to dp_size (number of ranks / cp_size). A group then
+    contains the bins that the ranks process at the same time. Bins of different groups may have different amounts of work,
+    so that one step can contain short and long clips."""
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples in the buffer from which wands fills the bins. If this key is unset, the
     buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
     files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as a buffer with
     all samples."""
     plan: str | None = None
-    """File with the packing plan of one epoch, written by `wands pack --out`. In this epoch, training processes exactly
+    """File with the packing plan of one epoch, written by `wands tools pack --out`. In this epoch, training processes exactly
     the bins and steps in the file. The file must fit the data and the recipe. wands plans the other epochs, and all
     epochs if this key is unset."""
 

@@ -177,7 +177,7 @@ def _validation_problems(error: ValidationError) -> Iterator[str]:
             reasons.setdefault((".".join(path), value), []).append(reason)
     for (name, value), messages in reasons.items():
         key = re.sub(r"\.\d+", "", name)
-        yield f"{name}{value} is invalid: {', or '.join(messages)}; `wands config {key}` describes the key."
+        yield f"{name}{value} is invalid: {', or '.join(messages)}; `wands recipes {key}` describes the key."
 
 
 def _section_at(path: Sequence[str]) -> type[BaseModel]:

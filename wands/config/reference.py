@@ -1,4 +1,4 @@
-"""Describe the recipe keys and the shipped recipes, for `wands config`, `wands recipes` and the reference pages."""
+"""Describe the recipe keys and the shipped recipes, for `wands recipes` and the reference pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from wands.config.base import limits_of
-from wands.config.options import ConfigOptions, RecipesOptions
+from wands.config.options import RecipesOptions
 from wands.config.recipe import Recipe, inner_section
 from wands.config.recipe_loading import load_recipe, shipped_recipes
-from wands.errors import ConfigError, suggest
+from wands.errors import ConfigError
 from wands.variants import VARIANTS
 
 WIDTH = 100
@@ -113,23 +113,49 @@ def _default_text(field: FieldInfo) -> str:
     return default if isinstance(default, str) else json.dumps(default)
 
 
-def describe_config(options: ConfigOptions) -> str:
-    """Return the text of `wands config`: a short line for every key, or the full text of a section or of all keys with a name.
+def describe_recipes(options: RecipesOptions) -> str:
+    """Return the text of `wands recipes`: the shipped recipes, all keys, or one recipe, section or key.
 
     Raises:
-        ConfigError: if no section or key has this name.
+        ConfigError: if no recipe, section or key has this name.
     """
-    sections = list_sections()
+    if options.keys:
+        if options.name is not None:
+            raise ConfigError(
+                f"--keys lists all keys, so it cannot be used with {options.name}; leave one of them out."
+            )
+        return _list_keys()
+    if options.name is None:
+        return _list_recipes()
+    recipe = shipped_recipes().get(options.name.removesuffix(".yaml"))
+    return recipe.rstrip() if recipe else _describe_keys(options.name)
+
+
+def _list_keys() -> str:
     formatter = click.HelpFormatter(max_width=WIDTH)
-    if options.key is None:
-        for section in sections:
-            formatter.write_paragraph()
-            formatter.write_text(f"{section.name or 'Top level'}: {section.description}")
-            with formatter.indentation():
-                rows = [(key.name.rpartition(".")[2], f"{key.summary}  {key.limits}") for key in section.keys]
-                formatter.write_dl(rows)
-        return formatter.getvalue().strip()
-    name = re.sub(r"\[\]|\.\d+", "", options.key)
+    for section in list_sections():
+        formatter.write_paragraph()
+        formatter.write_text(f"{section.name or 'Top level'}: {section.description}")
+        with formatter.indentation():
+            rows = [(key.name.rpartition(".")[2], f"{key.summary}  {key.limits}") for key in section.keys]
+            formatter.write_dl(rows)
+    return formatter.getvalue().strip()
+
+
+def _list_recipes() -> str:
+    rows = [("NAME", "VARIANT", "TRAINS", "DESCRIPTION")]
+    for name, text in shipped_recipes().items():
+        variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
+        first_comment = text.partition("\n")[0].lstrip("# ").rstrip(".")
+        rows.append((name, variant, "LoRA" if load_recipe(name).lora else "full", first_comment))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _describe_keys(query: str) -> str:
+    """Return the full text of a section, or of all keys with a name."""
+    sections = list_sections()
+    name = re.sub(r"\[\]|\.\d+", "", query)
     by_section = {section.name.replace("[]", ""): section for section in sections if section.name}
     by_name = {key.name.replace("[]", ""): key for section in sections for key in section.keys}
     found = by_section.get(name)
@@ -137,9 +163,15 @@ def describe_config(options: ConfigOptions) -> str:
     keys = found.keys if found else [by_name[key] for key in by_name if f".{key}".endswith(f".{name}")]
     if not keys:
         last_parts = (full_name.rpartition(".")[2] for full_name in by_name)
-        near = difflib.get_close_matches(name, [*last_parts, *by_section, *by_name], n=1, cutoff=0.5)
-        fix = f"did you mean {near[0]}?" if near else "`wands config` lists all keys."
-        raise ConfigError(f"{options.key} is not a key of the recipe; {fix}")
+        known = [*last_parts, *by_section, *by_name, *shipped_recipes()]
+        near = difflib.get_close_matches(query, known, n=1, cutoff=0.5)
+        fix = (
+            f"did you mean {near[0]}?"
+            if near
+            else "`wands recipes` lists the recipes, `wands recipes --keys` all keys."
+        )
+        raise ConfigError(f"{query} is neither a shipped recipe nor a recipe key; {fix}")
+    formatter = click.HelpFormatter(max_width=WIDTH)
     if found:
         formatter.write_text(f"{found.name}: {found.description}")
     for key in keys:
@@ -148,20 +180,3 @@ def describe_config(options: ConfigOptions) -> str:
         with formatter.indentation():
             formatter.write_text(key.description.replace("\n- ", "\n\n- "))
     return formatter.getvalue().strip()
-
-
-def describe_recipes(options: RecipesOptions) -> str:
-    """Return the YAML of one shipped recipe, or a table of all shipped recipes. Raise ConfigError for an unknown name."""
-    recipes = shipped_recipes()
-    if options.name is not None:
-        name = options.name.removesuffix(".yaml")
-        if name not in recipes:
-            raise ConfigError(f"{name} is not a shipped recipe; {suggest(name, recipes)}")
-        return recipes[name].rstrip()
-    rows = [("NAME", "VARIANT", "TRAINS", "DESCRIPTION")]
-    for name, text in recipes.items():
-        variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
-        first_comment = text.partition("\n")[0].lstrip("# ").rstrip(".")
-        rows.append((name, variant, "LoRA" if load_recipe(name).lora else "full", first_comment))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -1,8 +1,8 @@
 """Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the speeds of kernels.
 
 Peaks and memory sizes are from the vendors' data sheets. Link bandwidths are those that collectives reach for one GPU and one
-direction. Kernel speeds are typical fractions of the data sheet, or measured by `wands calibrate`, whose file `with_measurements`
-reads.
+direction. Kernel speeds are typical fractions of the data sheet, or measured by `wands tools calibrate`, whose file
+`with_measurements` reads.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def measurement_file(device: str) -> Path:
 
 
 def with_measurements(machine: Machine, path: Path | None) -> Machine:
-    """Return the machine with the speeds that `wands calibrate` measured instead of those of the data sheet.
+    """Return the machine with the speeds that `wands tools calibrate` measured instead of those of the data sheet.
 
     Without a path, use `measurement_file`, and return the machine unchanged if this file does not exist.
 
@@ -194,7 +194,7 @@ def with_measurements(machine: Machine, path: Path | None) -> Machine:
     if path is None and not file.exists():
         return machine
     label = f"{'--hardware-file ' if path else ''}{file}"
-    fix = "run wands calibrate to write the file again."
+    fix = "run wands tools calibrate to write the file again."
     values = read_json_object(file, label=label, fix=fix)
     device = values.pop("device", "an unknown device")
     if peak_tflops(device) != machine.peak / TERA:
@@ -205,4 +205,4 @@ def with_measurements(machine: Machine, path: Path | None) -> Machine:
     try:
         return replace(machine, source=str(file), **values)
     except TypeError:
-        raise ConfigError(f"{label} has keys that are not from wands calibrate; {fix}") from None
+        raise ConfigError(f"{label} has keys that are not from wands tools calibrate; {fix}") from None

@@ -85,15 +85,13 @@ def describe_footage(footage: Sequence[float]) -> str:
 
 
 def count_problems(problems: Iterable[tuple[str, str]]) -> list[tuple[str, int]]:
-    """Return (kind of problem, number) for each kind in (path of the clip, text) pairs, the most frequent first.
+    """Return (kind of problem, number) for each kind in (path of the clip, text) pairs, the most frequent first."""
+    return Counter(problem_kind(*problem) for problem in problems).most_common()
 
-    A kind is the text of a warning or rejection without numbers and names, which differ between clips.
-    """
 
-    def kind(path: str, text: str) -> str:
-        if "--where requires " in text:
-            return text[text.index("--where requires ") :]  # without the cells of the clip
-        text = re.sub(r"=\S+", "", text.removeprefix(f"video={path} "))
-        return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
-
-    return Counter(kind(*problem) for problem in problems).most_common()
+def problem_kind(path: str, text: str) -> str:
+    """Return the text of a warning or rejection of a clip without numbers and names, which differ between clips."""
+    if "--where requires " in text:
+        return text[text.index("--where requires ") :]  # without the cells of the clip
+    text = re.sub(r"=\S+", "", text.removeprefix(f"video={path} "))
+    return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()

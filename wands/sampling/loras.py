@@ -6,7 +6,6 @@ diffusers' own reader drops the keys of norms, modulation tables and DoRA withou
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from wands.config.recipe import split_scale
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.model.files.hub import fetch_model, is_hub_id
 from wands.model.files.lora_experts import FoundLora, assign_experts, find_lora_files
@@ -78,19 +78,10 @@ def find_loras(
 
 
 def _parse(text: str, flag: str) -> tuple[str, float]:
-    path, equals, number = text.rpartition("=")
-    if not equals or Path(text).exists():
-        return text, 1.0
     try:
-        scale = float(number)
-    except ValueError:
-        scale = math.nan
-    if not math.isfinite(scale):
-        raise ConfigError(
-            f"{flag}={text}: there is no file {text}, and the scale {number!r} is not a finite number. Write PATH or "
-            "PATH=SCALE, such as lora.safetensors=0.8."
-        )
-    return path, scale
+        return split_scale(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}={text}: {error}.") from None
 
 
 def _find(flag: str, path: str, scale: float) -> Lora:

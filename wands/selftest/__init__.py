@@ -1,1 +1,1 @@
-"""The command `wands selftest`: checks that compare wands with stock diffusers."""
+"""The command `wands tools selftest`: checks that compare wands with stock diffusers."""

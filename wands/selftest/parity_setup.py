@@ -1,4 +1,4 @@
-"""Setup of `wands selftest` (model, clip and settings), and the classes for the results of the checks."""
+"""Setup of `wands tools selftest` (model, clip and settings), and the classes for the results of the checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTH = 192
 
 
 class Skipped(Exception):
-    """Exception that a check of `wands selftest` raises if the check cannot be applied to the model. The text is the reason."""
+    """Exception that a check of `wands tools selftest` raises if it cannot be applied to the model. The text is the reason."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command `wands selftest`: compare wands with stock diffusers, with the user's weights and on the user's machine."""
+"""The command `wands tools selftest`: compare wands with stock diffusers, with the user's weights and on the user's machine."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _inapplicable(check: Check, setup: Setup) -> str:
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     needs_ranks = check.name.startswith("cp.")
     name = setup.variant.name
-    command = f"wands selftest --model {setup.options.model}"
+    command = f"wands tools selftest --model {setup.options.model}"
     if check.condition and not setup.has(check.condition):
         return f"{name} does not take the condition {check.condition}"
     if check.name.startswith("experts") and setup.variant.boundary_ratio is None:

@@ -346,12 +346,14 @@ def _follow(
 
 
 def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
-    if recipe.train.bins_per_step % dp_size:
+    bins = recipe.train.bins_per_step
+    if bins % dp_size:
         size = "cp_size" if recipe.parallel.tensor_degree == 1 else "(cp_size x tensor_degree)"
+        fitting = -(-bins // dp_size) * dp_size
         raise ConfigError(
-            f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
-            f"processes / {size}); use {dp_size} or a multiple of {dp_size}. In a resumed run, change parallel.cp_size or the "
-            "number of processes instead."
+            f"train.bins_per_step={bins}: all data-parallel ranks train equally many bins of a step, so the number must be a "
+            f"multiple of dp_size={dp_size} ({world_size} processes / {size}). Add --set train.bins_per_step={fitting}; in a "
+            "resumed run, change parallel.cp_size or the number of processes instead."
         )
 
 

@@ -217,7 +217,7 @@ def test_verify_names_the_damage(name: str, originals: Path, tmp_path: Path):
         place = data.index(cache.read(len(cache.keys) - 1).text_embeds.view(torch.uint8).numpy().tobytes())
     data[place] ^= 1
     file.write_bytes(data)
-    result = CliRunner().invoke(main, ["verify", str(copy)])
+    result = CliRunner().invoke(main, ["tools", "verify", str(copy)])
     assert result.exit_code == 2
     assert file.name in result.output
     assert "damaged" in result.output

@@ -1,4 +1,4 @@
-"""`wands pack`: the file holds every sample once, adds up, and is what training forwards."""
+"""`wands tools pack`: the file holds every sample once, adds up, and is what training forwards."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_file_that_does_not_fit_is_refused(tiny_pipeline: Path, tmp_path: Path
         with pytest.raises(ConfigError) as caught:
             make_run(tiny_pipeline, tmp_path / "run", (f"packing.plan={plan}", *overrides))
         text = str(caught.value)
-        assert text.endswith("write the file again with wands pack --out and this recipe.")
+        assert text.endswith("write the file again with wands tools pack --out and this recipe.")
         return text
 
     other = "has other samples, steps or bins than epoch 0 of this run"
@@ -173,7 +173,7 @@ def test_the_option_sets_the_key(tiny_pipeline: Path, tmp_path: Path):
 def test_the_command_says_what_it_planned(tiny_pipeline: Path, tmp_path: Path):
     out = tmp_path / "plan.jsonl"
     options = [part for item in settings(tiny_pipeline) for part in ("--set", item)]
-    result = CliRunner().invoke(main, ["pack", "--out", str(out), "--epoch", "1", *options])
+    result = CliRunner().invoke(main, ["tools", "pack", "--out", str(out), "--epoch", "1", *options])
     assert result.exit_code == 0, result.output
     assert "epoch 1, seed 0: 7 samples, 77 tokens" in result.output
     assert "4 of at most 24 tokens" in result.output

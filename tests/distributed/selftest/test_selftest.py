@@ -1,4 +1,4 @@
-"""`wands selftest` passes on every variant, and each mistake put in makes the lines fail that are of it, and no other."""
+"""`wands tools selftest` passes on every variant, and each mistake put in makes the lines fail that are of it, and no other."""
 
 from __future__ import annotations
 
@@ -263,6 +263,7 @@ def test_what_a_library_cannot_do_fails_its_line_alone(
 
 def test_the_command(tiny_variant: Callable[[str], Path], monkeypatch: Patch) -> None:
     command = [
+        "tools",
         "selftest",
         "--model",
         str(tiny_variant(T2V)),
@@ -278,7 +279,7 @@ def test_the_command(tiny_variant: Callable[[str], Path], monkeypatch: Patch) ->
     assert right.exit_code == 0
     assert lines[0].split()[:3] == ["experts.boundary", "skipped", "wan2.1-t2v-tiny"]
     assert lines[2].split()[:4] == ["names", "pass", "69", "of"]
-    advice = f"torchrun --nproc-per-node 2 -m {' '.join(['wands', *command[:3]])} --only cp"
+    advice = f"torchrun --nproc-per-node 2 -m {' '.join(['wands', *command[:4]])} --only cp"
     assert safe_lines(advice) in lines[3]
     assert lines[-1] == "1 passed, 0 failed, 4 skipped"
     two_names_become_one(monkeypatch)
@@ -335,5 +336,5 @@ def test_mistakes_of_the_user(
     shutil.rmtree(incomplete / "vae")
     assert "has no vae folder" in refusal(incomplete)
     assert [one.status for one in selftest(incomplete, only=("text.tied",))] == ["pass"]
-    wrong = CliRunner().invoke(main, ["selftest", "--model", str(incomplete)])
+    wrong = CliRunner().invoke(main, ["tools", "selftest", "--model", str(incomplete)])
     assert wrong.exit_code == 2

@@ -62,12 +62,11 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
         "pixel aspect ratio": 1,
         "duplicate": 1,
     }
-    text = report.render(width=150)
+    text = report.render()
     for words in (
-        "REJECTED",
-        "duplicate:",
+        f"1 rejected: text: {safe_lines(by_key['text'].reason)}",
+        "1 warned: b: duplicate: the same images as a; keep one of the two clips",
         "5 clips: 2 fine, 2 with warnings, 1 rejected",
-        "54 tokens",
     ):
         assert words in text
     assert "text tokens are estimated" in text
@@ -124,7 +123,7 @@ def test_it_says_how_much_footage_is_used(clips_dir: Path, tmp_path: Path) -> No
         else:
             text = f"uses {used:.1f} of {present:.1f} s\n"
             assert used == with_slide == pytest.approx(expected)
-        assert text in report.render(width=300)
+        assert text in report.render()
     assert report.footage() == [round(seconds, 1) for seconds in clip.footage]
 
 
@@ -133,7 +132,7 @@ def test_a_row_of_the_terminal_is_one_row(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "a.mp4").touch()
     (folder / "a.txt").write_text("a caption")
-    text = check(str(folder), **SMALL).render(width=2000)
+    text = check(str(folder), **SMALL).render()
     assert r"a\nfolder/a.mp4 is empty" in text
 
 
@@ -298,11 +297,9 @@ def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> Non
 
 def test_a_large_page_says_what_it_leaves_out(report: CheckReport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wands.commands.check.check_report.MAX_ROWS", 2)
-    monkeypatch.setattr("wands.commands.check.check_report.SHOWN_CLIPS", 2)
     page = Page(render_check_page(report))
     assert page.opened.count("tr") == 1 + 2
     assert "3 more clips" in page.words
-    assert "... and 3 more clips" in report.render()
 
 
 def test_json_has_everything(report: CheckReport, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Pat
     shutil.copy(clips / "bad.mp4", tmp_path / "none")
     unusable = run(tmp_path / "none", "--gpu-memory", 80, "--out", tmp_path / "new", exit_code=2).stderr
     assert "no clip can be used; first clip: " in unusable
-    assert "wands check lists the other clips" in unusable
+    assert "wands check --html clips.html lists the others" in unusable
     assert not (tmp_path / "new").exists()
 
 

@@ -188,7 +188,7 @@ def test_a_machines_own_numbers_count():
 
 @pytest.mark.slow
 def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
-    """What `wands calibrate` measures is refused for another device, and read for its own, by name or from the cache folder."""
+    """What `wands tools calibrate` measures is refused for another device, and read for its own, by name or from the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sheet = run()
     assert "this is a prediction, with the speeds of kernels from the data sheet" in sheet
@@ -214,7 +214,7 @@ def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
     assert seconds_of(run()) == seconds_of(report)
     assert f"from {cached}" in run()
     cached.write_text(json.dumps(known | {"speed": 1}))
-    with pytest.raises(ConfigError, match=r"h100\.json has keys that are not from wands calibrate"):
+    with pytest.raises(ConfigError, match=r"h100\.json has keys that are not from wands tools calibrate"):
         run()
 
 

@@ -1,4 +1,4 @@
-"""wands score: pairs of samples and clips, frames and sizes that differ, and numbers that numpy computes, too."""
+"""wands tools score: pairs of samples and clips, frames and sizes that differ, and numbers that numpy computes, too."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from wands.cli import COMMANDS, main
+from wands.cli import COMMANDS, TOOLS, main, tools
 from wands.config import options as options_module
 from wands.config.base import Options
 from wands.config.click_options import command_name, help_line
@@ -36,9 +36,17 @@ def refusal(*args: str) -> str:
 def test_commands_are_listed_in_order_of_work_without_ellipsis():
     listing = help_of().partition("Commands:\n")[2]
     assert "..." not in listing
-    lines = listing.splitlines()
-    assert [line.split()[0] for line in lines] == list(BY_NAME) == list(main.commands)
+    lines = [line for line in listing.splitlines() if not line.startswith("   ")]  # without continued lines
+    assert [line.split()[0] for line in lines] == [*map(command_name, COMMANDS), "tools"]
     assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_commands_that_a_usual_run_does_not_need_are_in_a_group():
+    names = ["verify", "score", "selftest", "calibrate", "profile", "pack"]
+    listing = help_of("tools").partition("Commands:\n")[2]
+    assert [line.split()[0] for line in listing.splitlines()] == names == list(tools.commands)
+    assert "No such command 'verify'" in refusal("verify", ".")
+    assert {*COMMANDS, *TOOLS} == set(BY_NAME.values())
 
 
 @pytest.mark.parametrize("options", BY_NAME.values(), ids=command_name)
@@ -57,18 +65,20 @@ def test_every_description_is_readable_alone(options: type[Options]):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_examples_parse(name: str):
-    examples = help_of(name).partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
+    group = [] if name in main.commands else ["tools"]
+    examples = help_of(*group, name).partition("Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert 1 <= len(examples) <= 3
     for example in examples:
         words = shlex.split(example)
-        command, *args = words[words.index("wands") + 1 :]
-        assert command == name
-        main.commands[name].make_context(name, args)
+        start = words.index("wands") + 1
+        args = words[start + len(group) + 1 :]
+        assert words[start : start + len(group) + 1] == [*group, name]
+        (tools if group else main).commands[name].make_context(name, args)
 
 
-@pytest.mark.parametrize("options", COMMANDS, ids=command_name)
+@pytest.mark.parametrize("options", COMMANDS | TOOLS, ids=command_name)
 def test_every_command_has_a_function_that_takes_its_options(options: type[Options]):
-    run = COMMANDS[options]
+    run = (COMMANDS | TOOLS)[options]
     function = pkgutil.resolve_name(run) if isinstance(run, str) else run
     assert next(iter(get_type_hints(function).items())) == ("options", options)
 
@@ -91,7 +101,7 @@ def test_fields_become_parameters_of_their_type():
 def test_wrong_values_name_the_flag():
     assert "'--clip-mode': 'tail' is not one of" in refusal("check", ".", "--clip-mode", "tail")
     assert "'--gpu-memory': 0.0 is not in the range x>0" in refusal("plan", "--gpu-memory", "0")
-    assert "Missing option '--out'" in refusal("pack")
+    assert "Missing option '--out'" in refusal("tools", "pack")
 
 
 def test_zero_frames_keep_whole_clips():

@@ -204,8 +204,31 @@ def test_contradictions_inside_the_recipe():
 def test_a_key_of_several_types_is_one_problem():
     assert problems("lora={rank: 4, targets: 3}") == (
         "lora.targets=3 is invalid: input should be 'attention', 'attention+ffn' or 'all-linear', or input should be a "
-        "valid list; `wands config lora.targets` describes the key."
+        "valid list; `wands recipes lora.targets` describes the key."
     )
+
+
+def test_merged_loras_may_be_paths_with_a_scale(tmp_path: Path):
+    def merged(value: str) -> list[tuple[str, float, str | None]]:
+        loras = load_recipe(None, [f"model.merge_loras={value}"]).model.merge_loras
+        return [(lora.path, lora.scale, lora.expert) for lora in loras]
+
+    assert merged("style.safetensors") == [("style.safetensors", 1.0, None)]
+    assert merged("style.safetensors=0.5") == [("style.safetensors", 0.5, None)]
+    assert merged("[a=0.5, b, {path: c, expert: high}]") == [
+        ("a", 0.5, None),
+        ("b", 1.0, None),
+        ("c", 1.0, "high"),
+    ]
+    (tmp_path / "a=0.5").touch()
+    assert merged(f"[{tmp_path}/a=0.5]") == [(f"{tmp_path}/a=0.5", 1.0, None)]
+
+
+@pytest.mark.parametrize("scale", ["strong", "nan", ""])
+def test_a_wrong_scale_of_a_merged_lora_is_refused(scale: str):
+    text = problems(f"model.merge_loras=[style={scale}]")
+    assert f"model.merge_loras.0='style={scale}' is invalid: " in text
+    assert f"the scale '{scale}' is not a finite number. Write PATH or PATH=SCALE" in text
 
 
 def test_recipe_is_immutable():

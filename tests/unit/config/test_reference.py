@@ -1,4 +1,4 @@
-"""`wands config`, `wands recipes` and the reference pages: complete, readable, and equal to the committed pages."""
+"""`wands recipes` and the reference pages: complete, readable, and equal to the committed pages."""
 
 from __future__ import annotations
 
@@ -72,24 +72,24 @@ def test_every_key_is_described(key: Key):
 
 
 def test_sections_and_keys_on_the_terminal():
-    listing = invoke("config").output
+    listing = invoke("recipes", "--keys").output
     assert max(map(len, listing.splitlines())) <= 100
     for key in KEYS:
         assert re.search(rf"^  {key.name.rpartition('.')[2]}\s", listing, re.MULTILINE), key.name
     assert "[number > 0; default: 1e-05]" in listing
-    one = invoke("config", "model.checkpointing").output
+    one = invoke("recipes", "model.checkpointing").output
     assert one.startswith("model.checkpointing  [none | selective | full | offload; default: none]\n")
     assert one.count("  - `") == 4
-    section = invoke("config", "optim").output
+    section = invoke("recipes", "optim").output
     assert section.startswith("optim: Optimizer")
     assert len(re.findall(r"^optim\.", section, re.MULTILINE)) == 12
     assert (
-        invoke("config", "data.sources.0.weight").output == invoke("config", "data.sources[].weight").output
+        invoke("recipes", "data.sources.0.weight").output == invoke("recipes", "data.sources[].weight").output
     )
-    both = invoke("config", "warmup").output
+    both = invoke("recipes", "warmup").output
     assert "ema.warmup  [" in both
     assert "optim.warmup  [" in both
-    assert invoke("config", "output_dir").output.count("output_dir") == 1
+    assert invoke("recipes", "output_dir").output.count("output_dir") == 1
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,14 @@ def test_sections_and_keys_on_the_terminal():
     [
         ("optim.lrr", "did you mean optim.lr?"),
         ("warmpu", "did you mean warmup?"),
-        ("qqqq", "`wands config` lists"),
+        ("qqqq", "`wands recipes` lists the recipes, `wands recipes --keys` all keys."),
+        ("wan2.1-t2v-1.3b-lra", "did you mean wan2.1-t2v-1.3b-lora?"),
     ],
 )
 def test_a_misspelled_key_is_refused_with_a_suggestion(query: str, fix: str):
-    result = invoke("config", query)
+    result = invoke("recipes", query)
     assert result.exit_code == 2
-    assert f"wands: {query} is not a key of the recipe; {fix}" in result.stderr
+    assert f"wands: {query} is neither a shipped recipe nor a recipe key; {fix}" in result.stderr
 
 
 def test_recipes_on_the_terminal():
@@ -120,3 +121,6 @@ def test_recipes_on_the_terminal():
     assert invoke("recipes", "tiny").output.strip() == text.strip()
     refused = invoke("recipes", "tinny")
     assert (refused.exit_code, "did you mean tiny?" in refused.stderr) == (2, True)
+    both = invoke("recipes", "tiny", "--keys")
+    assert both.exit_code == 2
+    assert "--keys lists all keys, so it cannot be used with tiny" in both.stderr

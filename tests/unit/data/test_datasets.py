@@ -280,7 +280,7 @@ def test_one_clip_cannot_be_split(holdout: float):
         (["data.sources=[{path: a, weight: 0}]"], "data.sources.0.weight=0 is invalid: input should be greater than 0"),
         (["data.sources=[{path: a, repeat: -1}]"], "data.sources.0.repeat=-1 is invalid: input should be greater than 0"),
         (["data.sources=[{path: a, weight: .inf}]"], "data.sources.0.weight=inf is invalid"),
-        (["data.sources=[{weight: 1}]"], "data.sources.0.path is invalid: field required; `wands config data.sources.path`"),
+        (["data.sources=[{weight: 1}]"], "data.sources.0.path is invalid: field required; `wands recipes data.sources.path`"),
         (["data.sources=[]"], "data.sources=[] is invalid"),
         (["data.sources=[{path: a, weights: 1}]"], "did you mean data.sources.0.weight?"),
         (["data.mock={num_samples: 1, shapes: [[1,2,2]], text_len: [1]}"], "did you mean data.mock.text_lens?"),

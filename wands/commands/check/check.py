@@ -32,6 +32,7 @@ from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import arrays_of, clip_files_of, conditions_of
 from wands.config.options import CheckOptions
+from wands.config.recipe import Recipe
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS
@@ -358,13 +359,23 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
         return None
     lengths = np.array([sample.num_tokens for sample in samples])
     keys = [sample.key for sample in samples]
-    limits = options.model_dump(include={"max_tokens", "bins_per_step"})
-    cost = variant.dit.forward_flops
+    recipe = Recipe()
+    max_tokens = options.max_tokens or recipe.packing.max_tokens
+    bins_per_step = options.bins_per_step or recipe.train.bins_per_step
+    forecast = PackingForecast(max_tokens, bins_per_step)
     try:
-        plan = plan_epoch(lengths, seed=0, epoch=0, cost=cost, keys=keys, **limits)
+        plan = plan_epoch(
+            lengths,
+            max_tokens=max_tokens,
+            bins_per_step=bins_per_step,
+            seed=0,
+            epoch=0,
+            cost=variant.dit.forward_flops,
+            keys=keys,
+        )
     except DataError as error:
-        return PackingForecast(**limits, problem=str(error))
-    return PackingForecast(**limits, fill=plan.fill, steps_per_epoch=plan.num_steps)
+        return replace(forecast, problem=str(error))
+    return replace(forecast, fill=plan.fill, steps_per_epoch=plan.num_steps)
 
 
 def _token_counter(model: str | None) -> Callable[[str], int]:

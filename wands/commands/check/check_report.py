@@ -1,12 +1,11 @@
-"""Result of `wands check`, as text for terminals, JSON for programs, and an HTML page, one file without network access."""
+"""Result of `wands check`, as a summary for terminals, JSON for programs, and an HTML page, one file without network access."""
 
 from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +16,13 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.records import shown_key
 from wands.data.clips.video_file import VideoInfo
 from wands.files import write_text
-from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
+from wands.preprocess.clip_rules import Footage, count_problems, describe_footage, problem_kind
 from wands.preprocess.length_histogram import count_lengths, token_histogram
-from wands.texts import format_seconds, plural, printable, redact, safe_lines
+from wands.texts import format_seconds, plural, printable, safe_lines
 
-SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12
-LOG_WIDTH = 130  # characters in a line if the output is not a terminal
+SHOWN_NAMES = 3
+"""Largest number of clips that a line of the summary names."""
 VERDICTS = ("rejected", "warned", "fine")
 """Possible verdicts on a clip, from the most severe to the least severe."""
 NUM_BARS = 30
@@ -196,20 +195,16 @@ class CheckReport:
         }
         return json.dumps(value, indent=1, default=str)  # a pixel aspect ratio is a Fraction
 
-    def render(self, width: int | None = None) -> str:
-        """Return the report as text for the terminal, with lines of `width` characters (default: the terminal's, or 130)."""
-        # the table contains colors
-        table = _clip_table(self.clips[:SHOWN_CLIPS], width)
-        lines = [""]
-        if len(self.clips) > SHOWN_CLIPS:
-            lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips; --json lists all clips")
-        lines += self.notes
+    def render(self) -> str:
+        """Return a summary for the terminal. Only the page and the JSON file list every clip."""
+        lines = [*self.notes]
         totals = self.totals()
         lines.append(
             f"{plural(totals['clips'], 'clip')}: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "
             f"{totals['rejected']:,} rejected; checked in {self.seconds:.1f} s"
         )
-        lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
+        lines += _problem_lines("rejected", [(clip, clip.reason) for clip in self.clips if clip.reason])
+        lines += _problem_lines("warned", [(clip, text) for clip in self.clips for text in clip.warnings])
         used = {clip.path for clip in self.clips if not clip.reason}
         numbers = Counter(clip.path for clip in self.clips if clip.path not in used)
         unused = [
@@ -219,7 +214,7 @@ class CheckReport:
         lines += [f"{name}: {text}" for name, text in self.column_texts().items()]
         if not self.samples:
             lines.append("no sample: wands preprocess would reject this source")
-            return table + safe_lines("\n".join(lines))
+            return safe_lines("\n".join(lines))
         lines.append(
             f"{plural(totals['samples'], 'sample')} for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
         )
@@ -228,7 +223,7 @@ class CheckReport:
         text = "" if self.exact_text else " (text tokens are estimated; --model counts them exactly)"
         lines.append(f"cache: about {self.cache_bytes:,} bytes{text}")
         lines.append(f"packing: {self.packing_text()}")
-        return table + safe_lines("\n".join(lines))
+        return safe_lines("\n".join(lines))
 
     def packing_text(self) -> str:
         """Return a text about the bins and steps of a training epoch, or the reason why the samples cannot be packed."""
@@ -255,40 +250,18 @@ def describe_source(clip: CheckedClip) -> str:
     return f"{info.width}x{info.height} {info.fps:.5g} fps, {info.duration:.2f} s{frames}, {info.codec}"
 
 
-def describe_samples(clip: CheckedClip) -> str:
-    """Return the number of a clip's samples, their total frames and tokens, and the size of the first as text, or ""."""
-    if not clip.samples:
-        return ""
-    first = clip.samples[0]
-    many = len(clip.samples)
-    frames = sum(sample.num_frames for sample in clip.samples)
-    tokens = sum(sample.num_tokens for sample in clip.samples)
-    heading = f"{many} samples, " if many > 1 else ""
-    text = f"{heading}{plural(frames, 'frame')} {first.width}x{first.height}, {tokens:,} tokens"
-    # Up to 3 frames at the end of a clip are always dropped.
-    return f"{text}, {describe_footage(clip.footage)}" if clip.footage[2] > clip.footage[0] else text
-
-
-def _clip_table(clips: Sequence[CheckedClip], width: int | None) -> str:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=width or (None if sys.stdout.isatty() else LOG_WIDTH))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
-    for name, share in (("clip", 3), ("file", 3), ("samples", 3), ("verdict", 5)):
-        table.add_column(name, overflow="fold", ratio=share)
-    for clip in clips:
-        reasons = [f"REJECTED: {clip.reason}"] if clip.reason else []
-        verdict = "; ".join([*reasons, *clip.warnings]) or "fine"
-        style = {"rejected": "red", "warned": "yellow", "fine": "green"}[clip.verdict]
-        cells = (shown_key(clip.key), describe_source(clip), describe_samples(clip))
-        *texts, verdict = (printable(redact(text)) for text in (*cells, verdict))
-        table.add_row(*map(Text, texts), Text(verdict, style=style))
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")
+def _problem_lines(label: str, found: Iterable[tuple[CheckedClip, str]]) -> Iterator[str]:
+    """Yield a line for each kind of problem, the most frequent first: number, names of clips, and the text of the first clip."""
+    kinds: dict[str, list[tuple[CheckedClip, str]]] = {}
+    for clip, text in found:
+        kinds.setdefault(problem_kind(clip.path, text), []).append((clip, text))
+    ordered = sorted(kinds.values(), key=len, reverse=True)
+    for examples in ordered[:SHOWN_PROBLEMS]:
+        names = [shown_key(clip.key) for clip, _ in examples[:SHOWN_NAMES]]
+        names += ["..."] * (len(examples) > SHOWN_NAMES)
+        yield printable(f"  {len(examples):7,} {label}: {', '.join(names)}: {examples[0][1]}")
+    if len(ordered) > SHOWN_PROBLEMS:
+        yield f"  ... and {len(ordered) - SHOWN_PROBLEMS:,} more kinds"
 
 
 # ---- files
@@ -328,6 +301,7 @@ def render_check_page(report: CheckReport) -> str:
         clips=report.clips[:MAX_ROWS],
         num_omitted=len(report.clips) - MAX_ROWS,
         describe_source=describe_source,
+        describe_footage=describe_footage,
         shown_key=shown_key,
         base64=lambda data: Markup(base64.b64encode(data).decode()),
     )

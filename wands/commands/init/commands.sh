@@ -4,7 +4,7 @@
 #   {{ (clip.key | name ~ ": " ~ clip.reason) | text }}
 {% endfor %}
 {% if rejected | length > shown %}
-#   ... and {{ "{:,}".format(rejected | length - shown) }} more, which the first command lists.
+#   ... and {{ "{:,}".format(rejected | length - shown) }} more, which the page of the first command lists.
 {% endif %}
 {% for kind, count in warnings %}
 # Warning: {{ kind | text }} ({{ "{:,}".format(count) }} of the clips).

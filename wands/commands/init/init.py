@@ -76,7 +76,7 @@ def init(options: InitOptions) -> str:
     # Without a limit of the frames, the longest sample is known only after all clips are decoded.
     report = check(CheckOptions(**given), variant, MAX_CLIPS if options.max_frames else None)
     if not report.samples:
-        first = f"first clip: {report.clips[0].reason}; wands check lists the other clips."
+        first = f"first clip: {report.clips[0].reason}; wands check --html clips.html lists the others."
         raise DataError(f"SOURCE={options.source}: no clip can be used; {first}")
     pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
     clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
