@@ -177,7 +177,8 @@ def check_export(place: Place, out: Path, fault: Fault) -> Outcome:
     outcome = place.export(out, fault)
     check_end(outcome, fault)
     if outcome.code:
-        assert not out.exists()
+        # The last call says that the name of the finished folder may not survive a power failure.
+        assert not out.exists() or hashes_of(out) == wanted
         again = place.export(out)
         assert again.code == 0, outcome.text + again.text
     assert hashes_of(out) == wanted
@@ -249,37 +250,31 @@ def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, t
 @pytest.mark.parametrize(
     ("command", "kind", "error", "part", "first", "times"),
     [
-        pytest.param("train", "write", "EDQUOT", "{out}", 40, 3, marks=pytest.mark.slow),
-        pytest.param("train", "fsync", "EIO", "{out}/checkpoints", 3, 1, marks=pytest.mark.slow),
+        ("train", "write", "EDQUOT", "{out}", 40, 3),
+        ("train", "fsync", "EIO", "{out}/checkpoints", 3, 1),
         # HDF5 holds this write back until an array is closed, where h5py ignores errors.
         ("preprocess", "write", "EIO", "{out}", 14, 1),
-        pytest.param(
-            "resume",
-            "read",
-            "EIO",
-            "{out}/checkpoints/step_00000002/wands_state.json",
-            0,
-            NEVER,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("train", "write", "ENOSPC", "{out}", 40, NEVER, marks=pytest.mark.slow),
-        pytest.param("train", "rename", "EROFS", "{out}", 4, 3, marks=pytest.mark.slow),
-        pytest.param("train", "read", "EIO", "model", 0, NEVER, marks=pytest.mark.slow),
-        pytest.param("resume", "read", "EIO", "{out}/metrics.jsonl", 0, NEVER, marks=pytest.mark.slow),
-        pytest.param("resume", "read", "ESTALE", "{out}/checkpoints", 2, 1, marks=pytest.mark.slow),
-        pytest.param("resume", "open", "EACCES", "{out}/checkpoints", 5, NEVER, marks=pytest.mark.slow),
-        pytest.param("preprocess", "write", "ENOSPC", "{out}", 5, NEVER, marks=pytest.mark.slow),
-        pytest.param("preprocess", "read", "EIO", "model", 3, NEVER, marks=pytest.mark.slow),
-        pytest.param("export", "fsync", "EIO", "{out}", 0, NEVER, marks=pytest.mark.slow),
-        pytest.param("export", "read", "ESTALE", "whole", 4, NEVER, marks=pytest.mark.slow),
-        pytest.param("push", "read", "EIO", "exported", 2, NEVER, marks=pytest.mark.slow),
+        ("resume", "read", "EIO", "{out}/checkpoints/step_00000002/wands_state.json", 0, NEVER),
+        ("train", "write", "ENOSPC", "{out}", 40, NEVER),
+        ("train", "rename", "EROFS", "{out}", 4, 3),
+        ("train", "read", "EIO", "model", 0, NEVER),
+        ("resume", "read", "EIO", "{out}/metrics.jsonl", 0, NEVER),
+        ("resume", "read", "ESTALE", "{out}/checkpoints", 2, 1),
+        ("resume", "open", "EACCES", "{out}/checkpoints", 5, NEVER),
+        ("preprocess", "write", "ENOSPC", "{out}", 5, NEVER),
+        ("preprocess", "read", "EIO", "model", 3, NEVER),
+        ("export", "fsync", "EIO", "{out}", 0, NEVER),
+        # The last call, for the folder that contains `out`, which is in its place already.
+        ("export", "fsync", "EIO", "{out.parent}", 3, 1),
+        ("export", "read", "ESTALE", "whole", 4, NEVER),
+        ("push", "read", "EIO", "exported", 2, NEVER),
     ],
 )
 def test_a_fault_loses_nothing(
     command: str, kind: str, error: str, part: str, first: int, times: int, place: Place, tmp_path: Path
 ):
     out = tmp_path / "out"
-    path = str(place.folder / part) if "{out}" not in part else part.format(out=out)
+    path = str(place.folder / part) if "{out" not in part else part.format(out=out)
     CHECKS[command](place, out, Fault(kind, getattr(errno, error), first, times, path))
 
 
