@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from wands.attention.kernels.registry import Backend
 from wands.attention.packed import PackedMeta
-from wands.attention.ring import RingAttention
+from wands.attention.ring import RingAttention, named_group
 
 BATCH_AXIS = 0
 TOKEN_AXIS = 1
@@ -65,7 +64,7 @@ class UlyssesAttention(DistributedAttention):
         if not self.fused:
             return super().forward(q[None], k[None], v[None], BATCH_AXIS, None, meta)[0]
         q, k, v = torch.ops.wands.to_heads(torch.stack([q, k, v]), *self._group).unbind()  # [N, H / U, D]
-        out = self.local_attn(q[None], k[None], v[None], meta)
+        out: Tensor = self.local_attn(q[None], k[None], v[None], meta)
         return torch.ops.wands.to_tokens(out, *self._group)[0]
 
 
@@ -85,7 +84,7 @@ def to_tokens(x: Tensor, group: str, degree: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_axis: int, gather_axis: int, group: str) -> Tensor:
-    return single_all_to_all(x, scatter_axis, gather_axis, BATCH_AXIS, _resolve_process_group(group))
+    return single_all_to_all(x, scatter_axis, gather_axis, BATCH_AXIS, named_group(group))
 
 
 @to_heads.register_fake
