@@ -113,7 +113,7 @@ class WeightAverage:
         header = next(iter(files.headers.values()))
         self._first = header["first_step"]
         self._last = header["last_step"]
-        self._step = header.get("step", self._step)  # checkpoints of earlier versions count skipped steps
+        self._step = header["step"]
 
 
 def build_averages(
