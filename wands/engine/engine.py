@@ -151,9 +151,7 @@ def build_model(
         config=config,
         tensor_group=groups.tensor,
     )
-    self_attention = context_attention(
-        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
-    )
+    self_attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad)
     model.set_attention(self_attention, backend)
     model.set_compile(use_compile(recipe.model.compile, device))
     if recipe.lora is None:
