@@ -165,7 +165,6 @@ def context_parallel(
     lens: Sequence[int],
     degrees: tuple[int, int],
     backend: Backend,
-    fused: bool,
 ) -> Variant:
     """Return a `Variant` that runs the context-parallel attention of wands (ring, Ulysses or both).
 
@@ -175,13 +174,12 @@ def context_parallel(
         lens: number of tokens of each sample.
         degrees: (ring degree, Ulysses degree). Their product is the world size.
         backend: attention kernel.
-        fused: whether q, k and v are sent in one all-to-all instead of three.
     """
     device = inputs[0].device
     (ring, ulysses) = degrees
     groups = groups_of(ring, ulysses, device)
     layout = groups.dims.layout(lens)
-    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad)
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
     ones = (1,) * len(lens)
     meta = PackedMeta(
@@ -296,11 +294,8 @@ def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend)
     variants += [blocks_of_a_ring(lens, degree, backend, device, rank) for degree in ring_degrees]
     if world == 1:
         return variants
-    rows = [(f"ulysses {world}", (1, world), True), (f"ring {world}", (world, 1), True)]
+    rows = [(f"ulysses {world}", (1, world)), (f"ring {world}", (world, 1))]
     if world > 2 and world % 2 == 0:
-        rows += [(f"hybrid: ring 2 x ulysses {world // 2}", (2, world // 2), True)]
-        rows += [(f"hybrid: ring 2 x ulysses {world // 2}, plain", (2, world // 2), False)]
-    variants += [
-        context_parallel(name, inputs, lens, degrees, backend, fused) for name, degrees, fused in rows
-    ]
+        rows += [(f"hybrid: ring 2 x ulysses {world // 2}", (2, world // 2))]
+    variants += [context_parallel(name, inputs, lens, degrees, backend) for name, degrees in rows]
     return [*variants, all_gather_kv(inputs, lens, backend), padded_samples(inputs, lens, backend)]

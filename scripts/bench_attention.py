@@ -10,7 +10,7 @@ blocks of a ring    one process computes all R x R blocks of a ring of R ranks i
                     from the single kernel is the cost of many calls of the kernel, without traffic. The blocks are merged by
                     simple code in attention_variants.py, not by the ring of wands
 ulysses, ring,      the context-parallel attention of wands (context_attention). Ulysses and hybrid send q, k and v in one
-hybrid              all-to-all. The row with `plain` in its name is DeepSpeed's DistributedAttention, with three all-to-alls
+hybrid              all-to-all
 all-gather of k, v  the simplest variant: gather keys and values of all ranks in packed order, call the kernel once, and
                     reduce-scatter the gradients. Each rank has the same queries as in the ring of wands
 padded samples      every sample is padded to a multiple of 2 x ranks and cut into 2 x ranks chunks. Rank r has chunks r and

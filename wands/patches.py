@@ -37,6 +37,12 @@ def unpatchify(
     return blocks.permute(3, 0, 4, 1, 5, 2, 6).reshape(channels, nf * pt, nh * ph, nw * pw)
 
 
+def latent_size(latents: Tensor) -> tuple[int, int, int]:
+    """Return (frames, rows, columns) of latents [..., f, h, w]."""
+    (f, h, w) = latents.shape[-3:]
+    return f, h, w
+
+
 def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return the number of tokens along (frame, row, column) for latents of (frames, rows, columns)."""
     (f, h, w) = latent_shape

@@ -83,8 +83,6 @@ def attend(
     seq_lens: tuple[int, ...],
     ring: int,
     ulysses: int,
-    *,
-    fused: bool = True,
     backend: str = "cpu",
 ) -> list[Tensor]:
     """Slice the pack, attend and differentiate on this rank, and join out, dq, dk and dv in float64."""
@@ -93,7 +91,7 @@ def attend(
         seq_lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.dims.cp_rank
     )
     kernel = choose_backend(backend, "cpu", inputs[0].dtype)
-    attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad)
     *leaves, dout = [shard_rows(x, layout).requires_grad_() for x in inputs]
     out = attention(*leaves, meta_of(layout))
     dout = dout.detach().clone()

@@ -14,7 +14,7 @@ needs the log-sum-exp over all key blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -84,7 +84,7 @@ def ring_forward(
     if degree == 1:
         out, lse = kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
         return out.contiguous(), lse.contiguous()  # some kernels return tensors with the memory layout of q
-    ring = _resolve_process_group(group)
+    ring = named_group(group)
     rank = dist.get_rank(ring)
     rounds = ring_rounds(chunk_lens)
     out = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
@@ -125,8 +125,8 @@ def ring_backward(
         segments = _segments(chunk_lens[0], chunk_lens[0], q.device)
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    ring = _resolve_process_group(group)
-    grad_ring = _resolve_process_group(grad_group)
+    ring = named_group(group)
+    grad_ring = named_group(grad_group)
     rank = dist.get_rank(ring)
     rounds = ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
@@ -150,6 +150,12 @@ def ring_backward(
     dk, dv = own_dblock.unbind()
     # Copy dk and dv, because the results of an operator must not share memory.
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+def named_group(name: str) -> dist.ProcessGroup:
+    """Return the process group with a name, by which custom operators know it."""
+    resolve: Callable[[Any], dist.ProcessGroup] = _resolve_process_group  # declared for a type of torch 2.13
+    return resolve(name)
 
 
 class _RingTransfer:
@@ -219,7 +225,7 @@ BACKWARD_FLOPS = 2.5
 
 @register_flop_formula(torch.ops.wands.ring_forward)
 def _(q: Any, k: Any, v: Any, lens: Any, degree: int, group: str, *_: Any, **__: Any) -> int:
-    rank = dist.get_rank(_resolve_process_group(group)) if degree > 1 else 0
+    rank = dist.get_rank(named_group(group)) if degree > 1 else 0
     return attention_flops(q, lens, degree, rank)
 
 

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from wands.attention.kernels.registry import Backend
 from wands.attention.packed import PackedMeta
-from wands.attention.ring import RingAttention
+from wands.attention.ring import RingAttention, named_group
 
 BATCH_AXIS = 0
 TOKEN_AXIS = 1
@@ -32,40 +31,33 @@ def context_attention(
     ulysses: dist.ProcessGroup | None = None,
     ring: dist.ProcessGroup | None = None,
     ring_grad: dist.ProcessGroup | None = None,
-    *,
-    fused: bool = True,
 ) -> UlyssesAttention | RingAttention:
     """Return the self-attention of packed samples over a context-parallel group: (q, k, v, meta) to the output.
 
     q, k, v and the output are [L, H, D]; meta is the `PackedMeta` of this rank's tokens. A group is None if its degree is 1.
-    `ring_grad` is a second communicator over `ring`, see `RingAttention`. `fused` sends q, k and v in one all-to-all instead of
-    three.
+    `ring_grad` is a second communicator over `ring`, see `RingAttention`.
     """
     attention = RingAttention(backend, ring, ring_grad)
-    return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused)
+    return attention if ulysses is None else UlyssesAttention(attention, ulysses)
 
 
 class UlyssesAttention(DistributedAttention):
     """DeepSpeed's DistributedAttention for packed tokens. The number of ranks in `group` must divide the number of heads.
 
-    If `fused`, a forward pass of wands sends q, k and v in one all-to-all. Otherwise DeepSpeed's own forward pass sends three.
-    The results are equal bit for bit.
+    q, k and v are sent in one all-to-all, where DeepSpeed's own forward pass sends three. The results are equal bit for bit.
     """
 
-    def __init__(self, local_attention: RingAttention, group: dist.ProcessGroup, fused: bool) -> None:
+    def __init__(self, local_attention: RingAttention, group: dist.ProcessGroup) -> None:
         def batched_attention(q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
             return local_attention(q[0], k[0], v[0], meta)[None]
 
         super().__init__(batched_attention, group, scatter_idx=HEAD_AXIS, gather_idx=TOKEN_AXIS)
-        self.fused = fused
         self._group = group.group_name, group.size()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
         """Return the self-attention inside each sample for q, k and v [L, H, D]. Only `meta.chunk_lens` is used."""
-        if not self.fused:
-            return super().forward(q[None], k[None], v[None], BATCH_AXIS, None, meta)[0]
         q, k, v = torch.ops.wands.to_heads(torch.stack([q, k, v]), *self._group).unbind()  # [N, H / U, D]
-        out = self.local_attn(q[None], k[None], v[None], meta)
+        out: Tensor = self.local_attn(q[None], k[None], v[None], meta)
         return torch.ops.wands.to_tokens(out, *self._group)[0]
 
 
@@ -85,7 +77,7 @@ def to_tokens(x: Tensor, group: str, degree: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_axis: int, gather_axis: int, group: str) -> Tensor:
-    return single_all_to_all(x, scatter_axis, gather_axis, BATCH_AXIS, _resolve_process_group(group))
+    return single_all_to_all(x, scatter_axis, gather_axis, BATCH_AXIS, named_group(group))
 
 
 @to_heads.register_fake
@@ -119,8 +111,4 @@ OPERATORS = {
     "attn_input": (torch.ops.wands.to_heads.default,),
     "attn_output": (torch.ops.wands.ring_forward.default, torch.ops.wands.to_tokens.default),
 }
-"""Maps tensor names of `wands.model.checkpointing` to operators whose results activation checkpointing can keep.
-
-With `UlyssesAttention(fused=False)`, DeepSpeed's own all-to-alls run, which are no custom operators. Their results cannot be
-kept, and the backward pass repeats them.
-"""
+"""Maps tensor names of `wands.model.checkpointing` to operators whose results activation checkpointing can keep."""

@@ -74,9 +74,10 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
         if not blocks or sum(blocks[-1]) + size > _BLOCK:
             blocks.append([])
         blocks[-1].append(size)
-    options = {"dtype": torch.uint8, "device": device, "pin_memory": pinned}
     try:
-        tensors = [torch.empty(sum(block), **options) for block in blocks]
+        tensors = [
+            torch.empty(sum(block), dtype=torch.uint8, device=device, pin_memory=pinned) for block in blocks
+        ]
     except RuntimeError as error:
         if device.type != "cpu":
             raise

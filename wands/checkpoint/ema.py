@@ -7,9 +7,7 @@ parameter.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from wands.checkpoint.checkpoint_files import Checkpoint
 from wands.checkpoint.engine_state import Fragment, refresh_weights, trained_fragments
 from wands.checkpoint.fragment_files import FragmentFiles
 from wands.config.recipe import EmaConfig
+from wands.distributed.engine_protocol import Engines, TrainingEngine
 from wands.model.files.tensor_files import LazyTensor
 from wands.texts import Log
 
@@ -34,7 +33,7 @@ def decay_after(section: EmaConfig, num_steps: int) -> float:
 class WeightAverage:
     """Moving average of the trained parameters of one engine of any ZeRO stage. It starts with the weights at `step`."""
 
-    def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
+    def __init__(self, engine: TrainingEngine, section: EmaConfig, step: int) -> None:
         self.section = section
         # Skipped optimizer steps do not count, so that the average is that of a run without these steps. `_step` is the number
         # of steps made, `_first` this number when the average started, and `_last` at the last update of the average.
@@ -75,7 +74,7 @@ class WeightAverage:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
     @torch.no_grad()
-    def exchange(self, engine: Any) -> None:
+    def exchange(self, engine: TrainingEngine) -> None:
         """Swap the weights of the engine and the average; a second call swaps them back, bit for bit. Every rank must call it."""
         for fragment, average in self._pairs:
             master = fragment.read()
@@ -114,11 +113,11 @@ class WeightAverage:
         header = next(iter(files.headers.values()))
         self._first = header["first_step"]
         self._last = header["last_step"]
-        self._step = header.get("step", self._step)  # checkpoints of earlier versions count skipped steps
+        self._step = header["step"]
 
 
 def build_averages(
-    section: EmaConfig | None, checkpoint: Checkpoint | None, engines: Mapping[str, Any], log: Log
+    section: EmaConfig | None, checkpoint: Checkpoint | None, engines: Engines, log: Log
 ) -> dict[str, WeightAverage]:
     """Return the moving average of each trained DiT; {} without an `ema` section.
 
@@ -140,7 +139,7 @@ def build_averages(
     return averages
 
 
-def own_fragments(engine: Any) -> list[Fragment]:
+def own_fragments(engine: TrainingEngine) -> list[Fragment]:
     """Return the fragments whose moving average this rank computes; at ZeRO-0, an equal share of each parameter."""
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from wands.checkpoint.fragment_files import FragmentFiles
 from wands.checkpoint.ranges import Columns, Range
+from wands.distributed.engine_protocol import TrainingEngine
 from wands.errors import CheckpointError
 from wands.model.files.tensor_files import LazyTensor
 from wands.model.tensor_parallel import ROWS, cut_of
@@ -80,7 +81,7 @@ class Fragment(NamedTuple):
         return cut_flat(self.tensor, self)
 
 
-def trained_fragments(engine: Any) -> list[Fragment]:
+def trained_fragments(engine: TrainingEngine) -> list[Fragment]:
     """Return this rank's fragments of the trained parameters, without empty ones. Reading one gives its fp32 master weights."""
     with _base_optimizer(engine) as base:
         order = {id(flat): number for number, flat in enumerate(_flats(base))}
@@ -91,7 +92,9 @@ def trained_fragments(engine: Any) -> list[Fragment]:
     return [fragment for fragment in found if fragment is not None and fragment.numel]
 
 
-def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
+def engine_tensors(
+    engine: TrainingEngine, weights_only: bool = False
+) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 
     With `weights_only`, the states of the optimizer, such as its momentum, are left out. The JSON object has these keys:
@@ -113,7 +116,7 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
         state["state"] = {}
     stored = [fragment for fragment in fragments if not fragment.is_copy]
     tensors, values = _state_tensors(stored, list(_frozen_fragments(engine)), flats, state)
-    values["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
+    values["scheduler"] = engine.lr_scheduler.state_dict()
     values["counters"] = {name: getattr(engine, name) for name in COUNTERS}
     return tensors, values
 
@@ -151,7 +154,7 @@ def _places(fragments: Iterable[Fragment]) -> dict[str, list[Any]]:
 
 
 @torch.no_grad()
-def load_engine(engine: Any, files: FragmentFiles) -> None:
+def load_engine(engine: TrainingEngine, files: FragmentFiles) -> None:
     """Restore the state of a new engine from the `state_rank_*` files of its DiT. Every rank must call this function.
 
     Each rank reads the ranges that it owns now. The number of ranks and the ZeRO stage may have changed; if they have not, every
@@ -180,16 +183,16 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
         scheduler.load_state_dict(header["scheduler"] | {"base_lrs": base_lrs})
         for i, group in enumerate(engine.optimizer.param_groups):
             group["lr"] = base_lrs[i] * scheduler.lr_lambdas[i](scheduler.last_epoch)
-    elif scheduler:  # from the DeepSpeed JSON, which sets the learning rate
+    else:  # from the DeepSpeed JSON, which sets the learning rate
         scheduler.load_state_dict(header["scheduler"])
     for name in COUNTERS:
         setattr(engine, name, header["counters"][name])
 
 
 @torch.no_grad()
-def refresh_weights(engine: Any) -> None:
+def refresh_weights(engine: TrainingEngine) -> None:
     """Copy master weights that were changed outside a step to the model. Every rank must call it. ZeRO-0 has none to copy."""
-    optimizer = engine.optimizer
+    optimizer: Any = engine.optimizer
     stage = engine.zero_optimization_stage()
     if stage == 3:
         optimizer.checkpoint_event_prologue()  # parameters that are kept whole between steps have the old values
@@ -201,7 +204,7 @@ def refresh_weights(engine: Any) -> None:
 
 
 def _optimizer_state(
-    engine: Any, base: Any, fragments: Sequence[Fragment], files: FragmentFiles
+    engine: TrainingEngine, base: Any, fragments: Sequence[Fragment], files: FragmentFiles
 ) -> dict[int, dict[str, Any]]:
     """Read the value of the key "state" in this rank's state dict of the optimizer from a checkpoint."""
     flats = _flats(base)
@@ -244,7 +247,9 @@ def _optimizer_state(
     return state
 
 
-def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
+def _with_whole_momentum(
+    engine: TrainingEngine, base: Any, fragments: Sequence[Fragment]
+) -> dict[int, list[Fragment]]:
     """Return the fragments in each flat tensor that Muon updates, in the order in which DeepSpeed stores their momentum.
 
     At ZeRO-1 and 2 without CPU offload, a rank that owns a part of such a parameter stores the momentum of the whole parameter.
@@ -308,9 +313,9 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 
 @contextmanager
-def _base_optimizer(engine: Any) -> Iterator[Any]:
+def _base_optimizer(engine: TrainingEngine) -> Iterator[Any]:
     """Yield the torch optimizer inside the ZeRO optimizer. At ZeRO-3, it has parameters only in the `with` block."""
-    optimizer = engine.optimizer
+    optimizer: Any = engine.optimizer
     in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if in_update:
         in_update()
@@ -344,12 +349,14 @@ def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 
 
-def _trained_fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
+def _trained_fragment(
+    engine: TrainingEngine, name: str, parameter: Any, order: Mapping[int, int]
+) -> Fragment | None:
     fragment = _fragment(engine, name, parameter, order)
     return None if fragment is None else _in_whole(fragment, engine, parameter)
 
 
-def _in_whole(fragment: Fragment, engine: Any, parameter: Any) -> Fragment:
+def _in_whole(fragment: Fragment, engine: TrainingEngine, parameter: Any) -> Fragment:
     """Return a range of this rank's part of a parameter as a range of the whole parameter."""
     cut = cut_of(parameter)
     if cut is None:
@@ -361,14 +368,14 @@ def _in_whole(fragment: Fragment, engine: Any, parameter: Any) -> Fragment:
     return fragment._replace(shape=whole, columns=(cut.rank * width, (cut.rank + 1) * width))
 
 
-def _tensor_rank(engine: Any) -> int:
+def _tensor_rank(engine: TrainingEngine) -> int:
     return engine.mpu.get_model_parallel_rank() if engine.mpu else 0
 
 
-def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
+def _fragment(engine: TrainingEngine, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
     if hasattr(parameter, "ds_id"):  # ZeRO-3
         # safe_get_local_fp32_param would copy an offloaded master to the GPU and include the last rank's padding.
-        optimizer = engine.optimizer
+        optimizer: Any = engine.optimizer
         group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
         flat = optimizer.fp32_partitioned_groups_flat[group]
         shape = list(parameter.ds_shape)
@@ -387,7 +394,8 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
         mapping = parameter._hp_mapping
         if mapping is None:  # other ranks own the whole parameter
             return None
-        flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        optimizer = engine.optimizer
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         start = mapping.lp_fragment_address.start
         place = mapping.hp_fragment_address
         return Fragment(
@@ -416,11 +424,12 @@ def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
     return start, max(min(partition, parameter.ds_numel - start), 0)
 
 
-def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
+def _frozen_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
     """Yield the fragments of frozen parameters that this rank stores; none in a LoRA run, which stores no base weights."""
     if any(".lora_A." in name for name, _ in engine.module.named_parameters()):
         return
-    for name, parameter in engine.module.named_parameters():
+    named: Iterable[tuple[str, Any]] = engine.module.named_parameters()  # ZeRO-3 adds attributes
+    for name, parameter in named:
         if parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_id"):  # ZeRO-3: every rank has a part

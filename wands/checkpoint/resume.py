@@ -15,6 +15,7 @@ from wands.checkpoint.old_steps import set_aside
 from wands.checkpoint.step_folders import list_steps
 from wands.disk_errors import read_patiently
 from wands.distributed.consistency import shorten_value
+from wands.distributed.engine_protocol import Engines
 from wands.errors import CheckpointError, ConfigError, failed_rules, one_line
 from wands.files import differences, write_text
 from wands.objectives.objective import Objective
@@ -149,9 +150,7 @@ def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     return value if section in ("train", "packing", "optim") else value or None
 
 
-def restore(
-    checkpoint: Checkpoint, output_dir: Path, engines: Mapping[str, Any], rank: int, log: Log
-) -> float | None:
+def restore(checkpoint: Checkpoint, output_dir: Path, engines: Engines, rank: int, log: Log) -> float | None:
     """Load a checkpoint into new engines. Every rank must call this function.
 
     If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps, which the run makes again, to

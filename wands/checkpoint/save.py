@@ -48,6 +48,7 @@ from wands.config.recipe import CheckpointConfig, HubConfig, Recipe
 from wands.data.datasets import Dataset
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
+from wands.distributed.engine_protocol import Engines
 from wands.errors import DiskError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
@@ -126,7 +127,7 @@ class CheckpointSaver:
         *,
         config: CheckpointConfig,
         output_dir: Path,
-        engines: Mapping[str, Any],
+        engines: Engines,
         averages: Mapping[str, WeightAverage],
         objective: Objective,
         data: Dataset,

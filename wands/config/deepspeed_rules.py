@@ -149,6 +149,8 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         "the key.": stage < 1 and offload_device(zero) != "none",
         f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that wands does not expect, so "
         "a resumed run would load values into wrong parameters; remove the key.": round_robin,
+        f"{name}: zero_optimization.compute_grad_norm=false leaves out the norm by which wands judges every update; remove the "
+        "key.": not zero.get("compute_grad_norm", True),
         f"{name}: zero_optimization.{' and '.join(plus)} has no effect at ZeRO stage {stage}; use stage 3, or remove the "
         "key.": stage < 3 and plus,
         f"{name}: zero_optimization.zero_quantized_gradients=true reads gradients as fp16, but wands has fp32 or bf16 gradients, "

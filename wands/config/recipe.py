@@ -275,9 +275,6 @@ class ParallelConfig(StrictModel):
     """Degree of ring attention: number of ranks that divide the tokens of each sample and pass keys and values around a
     ring. Set this key if a context-parallel group spans several nodes, or if the model has too few heads for a larger
     Ulysses degree. If this key is unset, the degree is cp_size / ulysses_degree, or 1 if `cp_size` is unset too."""
-    fused_all_to_all: bool = True
-    """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
-    does. Both values give identical results."""
     tensor_degree: int = Field(default=1, ge=1)
     """Degree of tensor parallelism: number of ranks that divide the weights of each transformer block and process the same
     tokens. The degree must divide the number of heads and the width of the feed-forward. It should divide the number of

@@ -234,13 +234,9 @@ def _checkpointing_rules(recipe: Recipe) -> dict[str, object]:
             f"{setting} contains a name twice; remove the second.": len(set(names)) < len(names),
         }
     both = sorted(set(model.saved_tensors or ()) & set(model.offloaded_tensors or ()))
-    kept = {*model.kept_on_device, *model.kept_on_host}
     return rules | {
         f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor can be in only one "
         "list; remove the name from one list.": both,
-        "parallel.fused_all_to_all=false does not allow attn_input in model.saved_tensors or model.offloaded_tensors; "
-        "remove attn_input, or set "
-        "parallel.fused_all_to_all=true.": "attn_input" in kept and not recipe.parallel.fused_all_to_all,
     }
 
 

@@ -31,7 +31,7 @@ from wands.conditions.published import Text, published_conditions, specs_of
 from wands.config.recipe import FlowConfig
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, rng
-from wands.patches import grid_size, patchify
+from wands.patches import grid_size, latent_size, patchify
 from wands.variants import DiTShape
 
 
@@ -275,7 +275,7 @@ class PackingCollator:
             self._check(sample, f"sample={sample.sample_id}")
         patch_size = self.shape.patch_size
         tokens = [patchify(sample.latents, patch_size).to(torch.float32) for sample in samples]
-        grids = [grid_size(tuple(sample.latents.shape[1:]), patch_size) for sample in samples]
+        grids = [grid_size(latent_size(sample.latents), patch_size) for sample in samples]
         entries = [self._enter(sample, key) for sample, key in zip(samples, keys, strict=True)]
         texts = [
             torch.cat([entry.tokens for entry in each if isinstance(entry, TextTokens)]) for each in entries
@@ -320,7 +320,7 @@ class PackingCollator:
 
     def _enter(self, sample: Sample, key: SampleKey) -> list[Entry]:
         """Return what the model and the loss get of a sample's conditions. Dropout depends only on the seed and `key`."""
-        size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
+        size = ClipSize(latent_size(sample.latents), self.shape.patch_size)
         entries = []
         for condition in self._conditions:
             own = {
@@ -365,7 +365,7 @@ class PackingCollator:
 
     def _find_misfit(self, sample: Sample) -> tuple[str, str, str] | None:
         """Return (name, shape, expected shape) of the first array that does not fit the latents and the model."""
-        size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
+        size = ClipSize(latent_size(sample.latents), self.shape.patch_size)
         for spec in self._specs:
             array = sample.arrays.get(spec.name)
             if not (spec.optional if array is None else spec.fits(array.shape, size)):

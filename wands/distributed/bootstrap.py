@@ -48,7 +48,8 @@ def init_process_group() -> tuple[int, int, torch.device]:
 
     # On CPUs, DeepSpeed would compile an all-reduce for inference that wands never calls. The compiler takes half a minute, a
     # killed compiler leaves a lock that hangs the next run, and each rank leaves 66 MiB in /dev/shm, where Docker gives 64.
-    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
     if "RANK" not in os.environ:  # plain `wands train`
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     is_alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_PORT" not in os.environ

@@ -39,8 +39,8 @@ class FragmentAdamW8bit(AdamW8bit):
     fragments: Mapping[Tensor, Sequence[Fragment]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update each flat tensor that has a gradient. `closure` is ignored."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # DeepSpeed passes no closure
+        """Update each flat tensor that has a gradient."""
         for group_number, group in enumerate(self.param_groups):
             for number, flat in enumerate(group["params"]):
                 if flat.grad is None:
@@ -55,6 +55,7 @@ class FragmentAdamW8bit(AdamW8bit):
     ) -> None:
         """Update one fragment of a flat tensor, which is number `number` in its parameter group."""
         state = self.state[flat]
+        assert flat.grad is not None
         values = cut_flat(flat, fragment)
         gradient = cut_flat(flat.grad, fragment)
         if fragment.name not in state:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from wands.checkpoint.ema import own_fragments
 from wands.checkpoint.engine_state import Fragment
+from wands.distributed.engine_protocol import TrainingEngine
 
 
 @torch.no_grad()
-def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
+def measure_blocks(engine: TrainingEngine) -> Callable[[], dict[str, dict[str, float]]]:
     """Measure the gradient norm of each block, before clipping, between the backward pass and the update.
 
     Return a function to call after the update, which returns "grad_norm_blocks" and "update_ratio_blocks" by names such as

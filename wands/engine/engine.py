@@ -24,6 +24,7 @@ from wands.config.optimizer_kinds import kind_of
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
+from wands.distributed.engine_protocol import TrainingEngine
 from wands.engine.optimizers import build_optimizer, split_by_decay, split_by_dtype
 from wands.engine.tensor_groups import TensorGroups, forget_groups
 from wands.errors import ConfigError, one_line
@@ -150,9 +151,7 @@ def build_model(
         config=config,
         tensor_group=groups.tensor,
     )
-    self_attention = context_attention(
-        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
-    )
+    self_attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad)
     model.set_attention(self_attention, backend)
     model.set_compile(use_compile(recipe.model.compile, device))
     if recipe.lora is None:
@@ -199,7 +198,7 @@ def build_engine(
     groups: ProcessGroups | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[[OptimConfig, int], Callable[[int], float]] | None = None,
-) -> Any:
+) -> TrainingEngine:
     """Wrap a model in a DeepSpeed engine with an optimizer and a learning rate schedule.
 
     `groups` may be None without tensor parallelism. `optimizer` is a function of (named trained parameters, learning rate) that
@@ -218,6 +217,7 @@ def build_engine(
     # DeepSpeed allocates the whole bucket, 2 GB by default, but it never holds more than all gradients.
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
     zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
+    own: Any  # classes of several libraries
     if optimizer is not None:
         own = optimizer(trained, peak_lr)
     else:
@@ -251,7 +251,7 @@ def build_engine(
     return engine
 
 
-def release_engine(engine: Any) -> None:
+def release_engine(engine: TrainingEngine) -> None:
     """Take an engine apart, so that this process can make another run.
 
     ZeRO-3 keeps references to every model in global variables, and replaces torch's linear function by one with other roundings

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from wands.errors import CheckpointError, one_line
 from wands.model.files.lora_experts import EXPERT_KEY, EXPERT_NAMES
@@ -73,7 +73,7 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
         )
 
 
-def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
+def stock_forward(model: WanTransformer3DModel, dtype: torch.dtype) -> Tensor:
     """Return the output of a diffusers `WanTransformer3DModel` for random inputs, which are the same in every call."""
     generator = torch.Generator().manual_seed(0)
 

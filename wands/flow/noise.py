@@ -75,7 +75,7 @@ def add_noise(
     clean = tokens.to(torch.float32)
     token_sigmas = sigmas[layout.segment_ids].unsqueeze(1)
     timesteps = sigmas * NUM_TRAIN_TIMESTEPS
-    trained = slice(layout.num_valid)
+    trained: slice | Tensor = slice(layout.num_valid)
     if any(num_cond_tokens):
         is_cond = _cond_mask(layout, num_cond_tokens)
         trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1)

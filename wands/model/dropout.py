@@ -88,9 +88,8 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
     """
     keys = RowKeys()
     for name, module in list(model.named_modules()):
-        parent, _, leaf = name.rpartition(".")
         if p and isinstance(module, nn.Dropout) and name.startswith("blocks."):
-            model.get_submodule(parent)[int(leaf)] = KeyedDropout(p, name, keys)  # parent: a ModuleList
+            model.set_submodule(name, KeyedDropout(p, name, keys))
         elif lora_p and hasattr(module, "lora_dropout"):
             for adapter in module.lora_dropout:
                 module.lora_dropout[adapter] = KeyedDropout(lora_p, f"{name}.lora", keys)

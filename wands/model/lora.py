@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import peft
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from wands.config.recipe import LoraConfig, MergeConfig
@@ -86,10 +87,13 @@ def add_lora(
     peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, base in targets.items():
         layer = model.get_submodule(name)
+        assert isinstance(layer, LoraLayer)
         # Without this, PEFT copies the input of every layer to fp32, and autocast then casts the copy to bf16.
         layer.cast_input_dtype_enabled = False
         lora_A = layer.lora_A[ADAPTER]
         lora_B = layer.lora_B[ADAPTER]
+        assert isinstance(lora_A, nn.Linear)
+        assert isinstance(lora_B, nn.Linear)
         for linear in (lora_A, lora_B):  # PEFT uses the dtype of the base, but trained weights are fp32
             linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
         if isinstance(base, Fp32Linear):  # the LoRA must compute in fp32 like its base layer

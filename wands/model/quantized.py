@@ -128,6 +128,7 @@ class QuantizedLinear(nn.Linear):
         with torch.device("meta"):
             codes, scale = codec.empty(linear.out_features, linear.in_features)
         linear.__class__ = cls
+        assert isinstance(linear, cls)
         linear.codec = codec
         linear.weight = nn.Parameter(codes, requires_grad=False)
         linear.register_parameter("scale", nn.Parameter(scale, requires_grad=False))

@@ -110,6 +110,7 @@ def divide_lora(base: nn.Linear, lora_A: nn.Linear, lora_B: nn.Linear) -> tuple[
         return None, None
     divided, dim = (lora_B, ROWS) if isinstance(base, RowsLinear) else (lora_A, COLUMNS)
     divided.__class__ = type(base)
+    assert isinstance(divided, type(base))
     divided.group = base.group
     cut = Cut(dim, base.group.rank(), base.group.size())
     set_cut(divided.weight, cut)
@@ -159,6 +160,7 @@ class DividedNormRotate(NormRotate):
         """Normalize x [L, D / T] in at least fp32, rotate it, and return it in the dtype of x. See `NormRotate`."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = sum_outputs(wide.square().sum(-1, keepdim=True), self.group)
+        assert self.eps is not None
         # Each rank uses the sum for its heads only, so its gradient is the sum over the ranks, too.
         mean = sum_gradients(squares, self.group) / (x.shape[-1] * self.group.size())
         normed = wide * torch.rsqrt(mean + self.eps) * self.weight
@@ -200,12 +202,12 @@ class _SumGradients(torch.autograd.Function):
 
 def sum_outputs(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks of a group, in the memory of x if x is contiguous. x must be a fresh result."""
-    return _SumOutputs.apply(x, group)  # type: ignore[no-any-return]
+    return _SumOutputs.apply(x, group)
 
 
 def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x. In the backward pass, its gradient is summed over the ranks of a group."""
-    return _SumGradients.apply(x, group)  # type: ignore[no-any-return]
+    return _SumGradients.apply(x, group)
 
 
 def _divide_layer(
@@ -213,6 +215,7 @@ def _divide_layer(
 ) -> None:
     cut = Cut(ROWS if divided is RowsLinear else COLUMNS, group.rank(), group.size())
     linear.__class__ = divided
+    assert isinstance(linear, divided)
     linear.group = group
     _divide_parameter(linear, "weight", cut)
     if cut.dim == ROWS and linear.bias is not None:

@@ -65,7 +65,7 @@ class PackedWanTransformer(WanTransformer3DModel):
     """Keys of the dropout masks, set by `set_dropout`; None without dropout."""
 
     # The decorator keeps the signature, from which diffusers reads the keys of a config.
-    @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
+    @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]  # of an Any
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.config.cross_attn_norm, "every Wan model normalizes the queries of the cross-attention"
@@ -189,8 +189,8 @@ class PackedWanTransformer(WanTransformer3DModel):
             else:
                 hidden = block(*args)
         shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
-        table = 1 + scale, shift
-        _, normed = self.norm_out(hidden, None, None, table, meta.padded_timestep_lens, hidden.dtype)
+        modulation = 1 + scale, shift
+        _, normed = self.norm_out(hidden, None, None, modulation, meta.padded_timestep_lens, hidden.dtype)
         prediction = self.proj_out(normed)
         channels = self.config.out_channels or self.config.in_channels
         # The head's channels are in the order (pt, ph, pw, C). Return them in the order (C, pt, ph, pw).

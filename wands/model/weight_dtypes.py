@@ -59,6 +59,7 @@ class WeightDtypePolicy:
                 QuantizedLinear.convert(module, CODECS[self.quantize])
             elif self.linears == "fp8":
                 module.__class__ = Fp8Linear
+                assert isinstance(module, Fp8Linear)
                 module.bf16_grad_weight = self.fp8_grad_weight == "bf16"
 
 

@@ -6,15 +6,16 @@ Letters: N clips of the data, S samples of a bin, L tokens of a rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from wands.config.recipe import Recipe
 from wands.data.collate import RankSlice
+from wands.distributed.engine_protocol import Engines
 from wands.variants import Expert, Variant
 
 Model = Callable[..., Tensor]
@@ -145,8 +146,8 @@ class Objective(ABC):
         The model has no gradient and no dropout. `prepared` is the result of `prepare_at`.
         """
 
-    def after_step(self, engines: Mapping[str, Any]) -> None:  # noqa: B027
-        """Act after an optimizer step, on every rank. `engines` maps the subfolder of each DiT to its DeepSpeed engine."""
+    def after_step(self, engines: Engines) -> None:  # noqa: B027
+        """Act after an optimizer step, on every rank. `engines` maps the subfolder of each DiT to its engine."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state to store in checkpoints, equal on every rank. Each tensor has at least one dimension."""

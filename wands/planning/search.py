@@ -371,8 +371,7 @@ def _build_candidate(
     dp_size = base.world_size // (cp * parallel.tensor_degree)
     bins = -(-recipe.train.bins_per_step // dp_size) * dp_size
     if cp != parallel.context_size:
-        fused = parallel.fused_all_to_all
-        parallel = ParallelConfig(cp_size=cp, fused_all_to_all=fused, tensor_degree=parallel.tensor_degree)
+        parallel = ParallelConfig(cp_size=cp, tensor_degree=parallel.tensor_degree)
     packing = recipe.packing.model_copy(update={"max_tokens": max_tokens})
     train = recipe.train.model_copy(update={"bins_per_step": bins})
     changes = {"model": model, "parallel": parallel, "packing": packing, "train": train}

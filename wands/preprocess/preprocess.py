@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from wands.conditions.published import clip_files_of, conditions_of
 from wands.config.options import PreprocessOptions
 from wands.data.cache.format import disk_error, write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
-from wands.data.cache.shards import IndexEntry
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, IsolatedWorker
 from wands.data.clips.records import REJECTS_NAME, Rejection
-from wands.data.clips.video_file import ASSUMED, HD_LINES
+from wands.data.clips.video_file import ASSUMED
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextSpool
@@ -328,7 +326,6 @@ class PreprocessRun:
             seconds=time.monotonic() - started,
             num_relabelled=self.num_relabelled,
             num_assumed=sum(writer.entries[key].matrix == ASSUMED for key in accepted),
-            num_unknown_matrix=sum(map(_lacks_matrix, map(writer.entries.__getitem__, accepted))),
             num_workers=self.pool.size,
             waited=waited / (waited + worked) if self.times else None,
             seconds_encoding=max((times.waited + times.worked for times in self.times), default=0.0),
@@ -337,11 +334,6 @@ class PreprocessRun:
             losses=tuple(loss.reason for loss in self.losses),
             quarantine=self.quarantine_path if any(item.reason in deadly for item in rejected) else None,
         )
-
-
-def _lacks_matrix(entry: IndexEntry) -> bool:
-    """Return whether an earlier version encoded a large video without noting how it converted the colors."""
-    return not entry.matrix and min(map(Fraction, entry.display_size), default=Fraction(0)) >= HD_LINES
 
 
 def _write_lines(path: Path, values: Sequence[Any]) -> None:

@@ -34,7 +34,6 @@ class PreprocessReport:
         tokens: int64 [num_accepted], number of video tokens of each sample.
         num_relabelled: samples that reuse cached latents, because only the caption or the name of the clip is new.
         num_assumed: samples whose video has at least 720 lines and does not say its color matrix.
-        num_unknown_matrix: such samples of an earlier version, which did not note the matrix.
         waited: fraction of the encoding time in which encoders waited for decoded clips; None if there was none to encode.
         seconds_encoding: seconds of the slowest worker, including loading the models.
         footage: `Footage` of each video clip in the index, by key.
@@ -56,7 +55,6 @@ class PreprocessReport:
     seconds: float
     num_relabelled: int = 0
     num_assumed: int = 0
-    num_unknown_matrix: int = 0
     num_workers: int = 1
     waited: float | None = None
     seconds_encoding: float = 0.0
@@ -110,12 +108,6 @@ class PreprocessReport:
                 self.num_assumed,
                 "sample",
                 "decoded as BT.709, as players do: of videos with 720 lines or more that do not say their color matrix",
-            ),
-            (
-                self.num_unknown_matrix,
-                "sample",
-                "encoded by an earlier version of wands, which decoded videos with 720 lines or more without a color matrix "
-                "as BT.601: encode these clips into a new --out if their files do not say the matrix",
             ),
             (self.num_cut_captions, "caption", f"with all {TEXT_LEN} text tokens: longer text is cut"),
         ]

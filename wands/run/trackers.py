@@ -132,7 +132,7 @@ def _quiet_writer() -> None:
     """Let TensorBoard's thread end without a traceback after a failed write. The next call of the tracker raises the error."""
     from tensorboard.summary.writer import event_file_writer
 
-    class QuietThread(event_file_writer._AsyncWriterThread):  # type: ignore[misc]
+    class QuietThread(event_file_writer._AsyncWriterThread):
         """Thread whose error is only stored."""
 
         def run(self) -> None:

@@ -75,7 +75,6 @@ def sample_latents(
     others = {"seed", "flow_shift", "image", "last_image", "inputs", "prompt", "negative_prompt"}
     options = request.model_dump(exclude=others, exclude_none=True)
     prompt, negative = texts or encode_texts(pipeline, request)
-    together = guidance is not None and negative is not None
     # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
     generator = torch.Generator("cpu").manual_seed(request.seed)
     with ExitStack() as patches:
@@ -87,7 +86,7 @@ def sample_latents(
             patches.enter_context(appended(pipeline, extra))
         elif extra.tokens is not None:
             patches.enter_context(appended(pipeline, extra))
-        if together:
+        if guidance is not None and negative is not None:
             patches.enter_context(predict_together(pipeline, (prompt, negative), guidance))
         latents: Tensor = pipeline(
             prompt_embeds=prompt,

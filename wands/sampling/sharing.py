@@ -33,7 +33,7 @@ from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees, new_group
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
-from wands.patches import grid_size
+from wands.patches import grid_size, latent_size
 from wands.sampling.pipeline import AnyPipeline
 from wands.transfer import to_device
 from wands.variants import TEXT_LEN, Variant
@@ -216,7 +216,7 @@ class ShardedAttentionProcessor:
 
         It runs before the other hooks, and stores the indices of this rank's tokens for them. `args` are the latents.
         """
-        grid = grid_size(args[0].shape[2:], self.patch_size)
+        grid = grid_size(latent_size(args[0]), self.patch_size)
         self.meta, self._mine, self._order = token_index(grid, self.dims, args[0].device)
         return tuple(table[:, self._mine] for table in output)
 

@@ -37,7 +37,7 @@ from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
 from wands.model.files.loading import build_empty, load_config, load_transformer
 from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
-from wands.patches import patchify, unpatchify
+from wands.patches import latent_size, patchify, unpatchify
 from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.sharing import plan_ranks
 from wands.selftest.parity_setup import Result, Setup, Skipped, judge_error, relative_error
@@ -213,7 +213,7 @@ class PackedSamples:
 
     def _extra_entries(self, sample: Sample) -> list[Entry | None]:
         """Return what the model gets of the conditions of outside code."""
-        size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
+        size = ClipSize(latent_size(sample.latents), self.shape.patch_size)
         conditions: Sequence[Condition] = self.setup.variant.extra
         return [condition.enter(sample.arrays, size) for condition in conditions]
 

@@ -45,7 +45,6 @@ CHECKS = (
     Check("vae.pixels", encoders.VaePart, encoders.check_pixels),
     Check("vae.latents", encoders.VaePart, encoders.check_latents),
     Check("vae.statistics", encoders.VaePart, encoders.check_statistics),
-    Check("vae.roundtrip", encoders.VaePart, encoders.check_roundtrip),
     Check(name="image.condition", load=encoders.VaePart, run=encoders.check_condition, condition="image"),
     Check(
         name="first_frame.latents",

@@ -75,7 +75,9 @@ class Evaluator(Job):
         self._config = run.recipe.eval
         self._rows = list[Row]()
         plan = self._open() if training.rank == 0 else None
-        self._plan: EvaluationPlan = gather_objects(plan)[0]  # type: ignore[assignment]
+        plan = gather_objects(plan)[0]
+        assert plan is not None
+        self._plan = plan
         self._samples = self._plan.samples(run.model.experts, run.model.variant, run.data, run.held_out)
         if missing := len(self._plan.clips) - len({sample.clip for sample in self._samples}):
             training.log(f"evaluation: {missing} of the clips are no longer in the data, and are left out")

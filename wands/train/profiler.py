@@ -24,6 +24,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from wands.attention.ring import BACKWARD_FLOPS, attention_flops
+from wands.distributed.engine_protocol import TrainingEngine
 from wands.errors import WandsError
 from wands.files import atomic_path, write_text
 from wands.train.training import Training
@@ -136,7 +137,7 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Of the forward operators with the same sequence number, the last created the backward operator with this number.
     operators = [e for e in own if e.sequence_nr >= 0 and e.scope == 0 and "autograd::" not in e.name]
-    forward = {(e.thread, e.sequence_nr): e for e in operators}
+    forward: dict[tuple[int | None, int], FunctionEvent] = {(e.thread, e.sequence_nr): e for e in operators}
 
     @functools.cache
     def scope_of(event: FunctionEvent | None) -> str:
@@ -173,7 +174,7 @@ def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int
     return "\n".join([*lines, f"{total}, {flops / seconds / 1e12:.3g} TFLOP/s"])
 
 
-def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
+def _name_parts(engine: TrainingEngine, stack: contextlib.ExitStack) -> None:
     """Wrap methods of an engine and of its modules until `stack` closes, so that the profile lists their calls by scope."""
     for name, module in engine.module.named_modules():
         part = name.rpartition(".")[2]
@@ -183,7 +184,8 @@ def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
             _wrap(module, "forward", "norm", stack)
     _wrap(engine, "step", "optimizer", stack)
     if engine.zero_optimization_stage() == 3:
-        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        optimizer: Any = engine.optimizer
+        coordinator = optimizer.parameter_offload.get_param_coordinator()
         _wrap(coordinator, "fetch_sub_module", "ZeRO gather", stack)
 
 
@@ -199,7 +201,7 @@ def _scope_of_name(name: str) -> str | None:
 
 def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
     """Return the FLOPs of an operator that computes self-attention; 0 for others."""
-    shapes = event.input_shapes
+    shapes: Any = event.input_shapes  # torch declares the shape of one input
     values = event.concrete_inputs
     if event.name == "wands::ring_forward":
         return attention_flops(shapes[0], values[3], values[4], ring_rank)

@@ -33,13 +33,14 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.distributed.bootstrap import gather_objects, start_together
 from wands.distributed.dims import ProcessGroups
+from wands.distributed.engine_protocol import TrainingEngine
 from wands.encoders.components import quiet_loading
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.image import PipelineEncoders
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
-from wands.patches import grid_size, patchify, unpatchify
+from wands.patches import grid_size, latent_size, patchify, unpatchify
 from wands.report.page import write_report
 from wands.report.run_data import describe_start
 from wands.run.append_log import continue_rows, to_line
@@ -196,9 +197,9 @@ def _encode(
 class DiTAdapter(nn.Module):
     """Adapter with the interface of diffusers' transformer, so that a pipeline can call the DiT of a training run."""
 
-    def __init__(self, engine: Any, groups: ProcessGroups, device: torch.device) -> None:
+    def __init__(self, engine: TrainingEngine, groups: ProcessGroups, device: torch.device) -> None:
         super().__init__()
-        self.config = engine.module.config
+        self.config: Any = engine.module.config
         self.device = device
         self.dtype = torch.float32
         self.cache_context = lambda *_, **__: contextlib.nullcontext()
@@ -220,7 +221,7 @@ class DiTAdapter(nn.Module):
         """
         config = self.config
         image = more.get("encoder_hidden_states_image")
-        grid = grid_size(tuple(hidden_states.shape[2:]), config.patch_size)
+        grid = grid_size(latent_size(hidden_states), config.patch_size)
         meta, index, order = token_index(grid, self._groups.dims, self.device)
         timesteps = timestep.float().flatten()
         if len(timesteps) > 1:

@@ -12,6 +12,7 @@ from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
 from wands.distributed.dims import ProcessGroups
+from wands.distributed.engine_protocol import TrainingEngine
 from wands.engine.block_norms import measure_blocks
 from wands.model.offload import new_copy_stream
 from wands.model.tensor_parallel import cut_of
@@ -22,7 +23,7 @@ from wands.transfer import to_device
 
 
 def train_step(
-    engine: Any,
+    engine: TrainingEngine,
     batches: Sequence[MicroBatch],
     objective: Objective,
     *,
@@ -79,55 +80,68 @@ def train_step(
 
 def _gradient_norm(model: torch.nn.Module, groups: ProcessGroups) -> torch.Tensor:
     """Return the norm of the whole gradient at ZeRO stage 0. Every rank of a tensor-parallel group must call this function."""
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    gradients = {one: one.grad for one in model.parameters() if one.grad is not None}
     if groups.tensor is None:
-        return get_total_norm([parameter.grad for parameter in trained], foreach=False)
+        return get_total_norm(list(gradients.values()), foreach=False)
     # The first rank counts what all ranks of the group have.
-    own = [one.grad for one in trained if cut_of(one) is not None or groups.dims.tensor_rank == 0]
+    is_first = groups.dims.tensor_rank == 0
+    own = [gradient for one, gradient in gradients.items() if is_first or cut_of(one) is not None]
     device = next(model.parameters()).device  # also if this rank counts nothing
     square = get_total_norm(own, foreach=False).square().to(device)
     dist.all_reduce(square, group=groups.tensor)
     return square.sqrt()
 
 
-def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
+def _step(
+    engine: TrainingEngine, norm: torch.Tensor | float | None, is_bad: Callable[[float], bool] | None
+) -> tuple[bool, torch.Tensor | float]:
     """Update the weights, unless `is_bad` discards the update. Return (whether it was discarded, gradient norm).
 
     ZeRO computes the norm inside `engine.step`, and discards updates whose gradients overflow, so a bad update is marked as an
     overflow. The learning rate schedule counts it as a step. `norm` is None except at ZeRO stage 0.
     """
-    from deepspeed.runtime.utils import combine_grad_norm_groups
-
     if is_bad is None:
         engine.step()
-        return False, engine.get_global_grad_norm() if norm is None else norm
-    optimizer = engine.optimizer
-    stage = engine.zero_optimization_stage()
-    bad = False
-
-    def judge(**_: Any) -> Any:
-        nonlocal norm, bad
-        norm = combine_grad_norm_groups(optimizer._get_norm_groups()) if stage == 3 else measure(optimizer)
-        optimizer.overflow = bad = is_bad(float(norm))
-        return norm
-
-    if norm is not None:
+        norm = engine.get_global_grad_norm() if norm is None else norm
+        assert norm is not None
+        return False, norm
+    if norm is None:
+        bad, norm = _judged_zero_step(engine, is_bad)
+    else:
         bad = is_bad(float(norm))
         engine.zero_grad() if bad else engine.step()
-    else:
-        # In DeepSpeed 0.19, `step` of stages 1 and 2 uses the norm that scaled_global_norm returns, and then `overflow`.
-        # `step` of stage 3 begins with the other method, ignores its result, and reads `overflow`. The norm comes too late
-        # there, because Muon changes its momentum before the norm.
-        name = "_overflow_check_and_loss_scale_update" if stage == 3 else "scaled_global_norm"
-        measure = getattr(type(optimizer), name)
-        setattr(optimizer, name, judge)
-        try:
-            engine.step()
-        finally:
-            delattr(optimizer, name)  # the method of the class again
     if bad:
         engine.lr_scheduler.step()
     return bad, float(norm)
+
+
+def _judged_zero_step(engine: TrainingEngine, is_bad: Callable[[float], bool]) -> tuple[bool, float]:
+    """Update the weights at ZeRO stage 1 to 3, as `_step` does."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    optimizer: Any = engine.optimizer
+    stage = engine.zero_optimization_stage()
+    verdicts: list[tuple[bool, float]] = []
+
+    def judge(**_: Any) -> Any:
+        norm = combine_grad_norm_groups(optimizer._get_norm_groups()) if stage == 3 else measure(optimizer)
+        value = float(norm)
+        optimizer.overflow = is_bad(value)
+        verdicts.append((optimizer.overflow, value))
+        return norm
+
+    # In DeepSpeed 0.19, `step` of stages 1 and 2 uses the norm that scaled_global_norm returns, and then `overflow`.
+    # `step` of stage 3 begins with the other method, ignores its result, and reads `overflow`. The norm comes too late
+    # there, because Muon changes its momentum before the norm.
+    name = "_overflow_check_and_loss_scale_update" if stage == 3 else "scaled_global_norm"
+    measure = getattr(type(optimizer), name)
+    setattr(optimizer, name, judge)
+    try:
+        engine.step()
+    finally:
+        delattr(optimizer, name)  # the method of the class again
+    [verdict] = verdicts
+    return verdict
 
 
 # All steps use one copy stream of a device, because each stream gets separate memory in PyTorch.

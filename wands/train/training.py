@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from wands.checkpoint.ema import WeightAverage
 from wands.config.recipe import Recipe
 from wands.distributed.dims import ProcessGroups
+from wands.distributed.engine_protocol import Engines
 from wands.run.append_log import EventLog
 from wands.run.trackers import Trackers
 from wands.texts import Log
@@ -40,7 +40,7 @@ class Training:
     rank: int
     device: torch.device
     groups: ProcessGroups
-    engines: Mapping[str, Any]
+    engines: Engines
     averages: Mapping[str, WeightAverage]
     events: EventLog
     trackers: Trackers

@@ -18,6 +18,7 @@ from wands.data.packing import Step
 from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.consistency import check_agreement, check_tensors_agree, tensor_checksum
 from wands.distributed.dims import ContextDegrees
+from wands.distributed.engine_protocol import TrainingEngine
 from wands.model.tensor_parallel import cut_of
 from wands.objectives.objective import Objective
 from wands.run.data_identity import DataIdentity
@@ -105,11 +106,11 @@ def weights_checksums(
     return list(sums), torch.stack([*sums.values()]) if sums else torch.empty(0, dtype=torch.int64)
 
 
-def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
+def _is_partitioned(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 
-def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) -> int:
+def check_weights_agree(engine: TrainingEngine, device: torch.device, gather: bool = True) -> int:
     """Compare every parameter between all ranks that have it, bit by bit, after a step. Return the number of parameters.
 
     Every rank must call this function. The training does not change. Optimizer states and master weights are not compared,
@@ -133,7 +134,7 @@ def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) 
     return len(names)
 
 
-def check_step(engine: Any, plan: StepPlan, device: torch.device, gather: bool = True) -> int:
+def check_step(engine: TrainingEngine, plan: StepPlan, device: torch.device, gather: bool = True) -> int:
     """Compare the plan of the last step between all ranks, and call `check_weights_agree`. Every rank must call this function.
 
     The plan is an argument because the prefetch thread is using the sampler.

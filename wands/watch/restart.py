@@ -122,7 +122,8 @@ def main() -> None:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             args.local_addr = args.local_addr or probe.getsockname()[0]
-    api.LocalElasticAgent = RestartingAgent
+    launcher: Any = api
+    launcher.LocalElasticAgent = RestartingAgent
     try:
         torchrun.run(args)
     except ChildFailedError as error:

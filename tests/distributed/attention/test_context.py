@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
 from tests.support.context import attend, groups_of, make_inputs, meta_of, shard_rows, whole
 from wands.attention import ring, ulysses
 from wands.attention.kernels import registry as backends
 from wands.attention.layout import ContextLayout
+from wands.attention.packed import PackedMeta
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend
 from wands.model.checkpointing import SelectiveCheckpoint
@@ -34,22 +36,19 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def worst_errors(
-    grid: tuple[int, int], dtype: torch.dtype, fused: bool, backend: str = "cpu"
-) -> dict[str, float]:
+def worst_errors(grid: tuple[int, int], dtype: torch.dtype, backend: str = "cpu") -> dict[str, float]:
     """Largest difference from the float64 reference over out, dq, dk and dv, for every pack."""
     errors = {}
     for name, lens in PACKS.items():
         inputs = make_inputs(lens, dtype)
         right = whole([x.double() for x in inputs], lens)
-        found = attend(inputs, lens, *grid, fused=fused, backend=backend)
+        found = attend(inputs, lens, *grid, backend=backend)
         errors[name] = max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))
     return errors
 
 
 def all_errors(grid: tuple[int, int]) -> dict[tuple, dict[str, float]]:
-    kinds = [(dtype, fused, "cpu") for dtype in TOLERANCE for fused in (True, False)]
-    kinds.append((torch.float64, True, "reference"))
+    kinds = [*((dtype, "cpu") for dtype in TOLERANCE), (torch.float64, "reference")]
     return {kind: worst_errors(grid, *kind) for kind in kinds}
 
 
@@ -60,7 +59,7 @@ def all_errors(grid: tuple[int, int]) -> dict[tuple, dict[str, float]]:
 )
 def test_it_is_attention_to_the_whole_pack(grid: tuple[int, int], run_world):
     for errors in run_world(grid[0] * grid[1], all_errors, grid):
-        assert len(errors) == 5
+        assert len(errors) == 3
         for (dtype, *_), by_pack in errors.items():
             assert by_pack.keys() == PACKS.keys()
             assert max(by_pack.values()) <= TOLERANCE[dtype], (dtype, by_pack)
@@ -108,17 +107,29 @@ def test_large_scores_cost_a_ring_no_accuracy(degree: int, factor: float, offset
             assert 0 < ours <= 1.5 * kernel, (name, ours, kernel)
 
 
+class ThreeExchanges(ulysses.UlyssesAttention):
+    """The forward pass of DeepSpeed, which sends q, k and v one after the other."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
+        batches = q[None], k[None], v[None]
+        return DistributedAttention.forward(self, *batches, ulysses.BATCH_AXIS, None, meta)[0]
+
+
 def bits(grid: tuple[int, int], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     inputs = make_inputs(PACKS["twelve"], dtype)
-    return tuple(attend(inputs, PACKS["twelve"], *grid, fused=fused) for fused in (True, False))
+    ours = attend(inputs, PACKS["twelve"], *grid)
+    with mock.patch.object(ulysses, "UlyssesAttention", ThreeExchanges):
+        return ours, attend(inputs, PACKS["twelve"], *grid)
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (1, 4), (2, 2)], ids=lambda g: f"ring{g[0]}-ulysses{g[1]}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_all_to_all_brings_the_same_bits(grid: tuple[int, int], dtype: torch.dtype, run_world):
-    for fused, plain in run_world(grid[0] * grid[1], bits, grid, dtype):
-        assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
-        assert all(x.any() for x in fused)
+def test_one_exchange_brings_the_bits_of_deepspeeds_three(
+    grid: tuple[int, int], dtype: torch.dtype, run_world
+):
+    for ours, deepspeeds in run_world(grid[0] * grid[1], bits, grid, dtype):
+        assert all(torch.equal(a, b) for a, b in zip(ours, deepspeeds, strict=True))
+        assert all(x.any() for x in ours)
 
 
 def leaks(grid: tuple[int, int], break_order: bool = False) -> list[str]:
@@ -177,7 +188,7 @@ def one_block_lse() -> float:
             return right.backward(dout, q, k, v, own_out, own_lse, segments, scale)
 
     ring.get_backend = lambda name: LocalLse
-    return max(worst_errors((2, 1), torch.float64, True).values())
+    return max(worst_errors((2, 1), torch.float64).values())
 
 
 def test_a_local_log_sum_exp_in_backward_would_be_seen(run_world):
@@ -193,7 +204,7 @@ def attended_pads() -> float:
             return super().__call__(q, k, v, replace(meta, chunk_lens=chunk_lens))
 
     ulysses.RingAttention = AttendedPads
-    return max(worst_errors((2, 2), torch.float64, True).values())
+    return max(worst_errors((2, 2), torch.float64).values())
 
 
 def test_attention_to_pads_would_be_seen(run_world):

@@ -93,6 +93,10 @@ def test_keys_without_effect_are_refused_with_their_cure():
             "round_robin_gradients=true stores",
         ),
         (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "compute_grad_norm=false leaves out the norm",
+        ),
+        (
             {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}},
             "zero_hpz_partition_size and zero_quantized_weights has no effect at ZeRO stage 2; use stage 3",
         ),

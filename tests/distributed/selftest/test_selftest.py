@@ -150,21 +150,12 @@ def test_statistics_of_another_vae_fail_their_line(
 
 
 @pytest.mark.slow
-def test_of_a_published_model_config_and_round_trip_are_judged(
-    ask: Callable[..., dict[str, str]],
-    tiny_variant: Callable[[str], Path],
-    monkeypatch: Patch,
-    tmp_path: Path,
+def test_of_a_published_model_the_config_is_judged(
+    ask: Callable[..., dict[str, str]], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(selftest_setup.Setup, "is_published", True)
-    both = {"vae.statistics": "fail", "vae.roundtrip": "fail"}  # a random VAE is not the published one
-    assert ask(T2V, "vae") == dict.fromkeys(VAE, "pass") | both
-    trained = tmp_path / "trained"
-    shutil.copytree(tiny_variant(T2V), trained)
-    shutil.copytree(
-        Path(__file__).resolve().parents[3] / "scripts" / "tiny_vae", trained / "vae", dirs_exist_ok=True
-    )
-    assert ask(trained, "vae")["vae.roundtrip"] == "pass"
+    # The statistics of a random VAE are not the published ones.
+    assert ask(T2V, "vae") == dict.fromkeys(VAE, "pass") | {"vae.statistics": "fail"}
 
 
 def test_in_bf16_it_passes_and_still_sees_a_mistake(

@@ -185,7 +185,6 @@ def test_float64_is_stock_diffusers(grid: Grid, worlds: WorldPool, tiny_pipeline
     [
         "packing.enabled=false",
         pytest.param("loss.reduction=token", marks=pytest.mark.slow),
-        pytest.param("parallel.fused_all_to_all=false", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(

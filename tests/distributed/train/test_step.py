@@ -11,6 +11,7 @@ from tests.support.runs import engine_of, make_run, model_of
 from tests.support.steps import zero
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
+from wands.distributed.engine_protocol import EngineOptimizer, EngineSchedule, TrainingEngine
 from wands.engine.engine import release_engine
 from wands.train.step import train_step
 
@@ -22,6 +23,9 @@ def methods_after_an_error(model: Path, out: Path, stage: int) -> dict[str, bool
     groups = ProcessGroups.build(run.grid(rank), device)
     engine = engine_of(run, model_of(run, groups, device))
     optimizer = engine.optimizer
+    assert isinstance(engine, TrainingEngine)
+    assert isinstance(optimizer, EngineOptimizer)
+    assert isinstance(engine.lr_scheduler, EngineSchedule)
     plan = run.schedule.sampler.step_plan(0)
     [batches] = run.reader(groups.dims).micro_batches(plan)
     replaced: set[str] = set()

@@ -290,14 +290,6 @@ def test_names_of_checkpointing_that_do_nothing(overrides: list[str], said: str)
     assert len(text.splitlines()) == 1
 
 
-def test_an_exchange_of_deepspeeds_own_cannot_be_kept():
-    overrides = ["model.checkpointing=selective", "model.saved_tensors=[attn_output, attn_input]"]
-    load_recipe(None, overrides)
-    assert "parallel.fused_all_to_all=false does not allow attn_input" in problems(
-        *overrides, "parallel.fused_all_to_all=false"
-    )
-
-
 def test_what_checkpointing_keeps_by_default():
     kept = {
         mode: (model.kept_on_device, model.kept_on_host)

@@ -90,7 +90,7 @@ class IndexEntry:
     display_size: tuple[str, ...] = ()
     """Width and height in square pixels as texts such as "640" or "2560/3". Empty for imported latents."""
     matrix: str = ""
-    """`VideoInfo.matrix` of the source video. Empty for small videos and in samples of earlier versions."""
+    """`VideoInfo.matrix` of the source video. Empty for small videos."""
     license: str = ""
     """License that the source states for the clip; "" without a license."""
     clip_seconds: float = 0.0

@@ -137,7 +137,9 @@ def numbered_frames(files: list[str]) -> list[str]:
 
 
 def _reject_frames(root: Path, frames: list[str], folder: Path) -> Rejection:
-    prefix, first, extension = _FRAME.fullmatch(frames[0]).groups()  # type: ignore[union-attr]
+    first_name = _FRAME.fullmatch(frames[0])
+    assert first_name is not None
+    prefix, first, extension = first_name.groups()
     is_padded = all(len(file) == len(frames[0]) for file in frames)
     pattern = f"{prefix}%0{len(first)}d{extension}" if is_padded else f"{prefix}%d{extension}"
     name = root.relative_to(folder).as_posix() if root != folder else root.name

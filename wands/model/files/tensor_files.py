@@ -323,7 +323,7 @@ def write_safetensors(
 def _checked_bytes(tensor: LazyTensor) -> memoryview:
     value = tensor.read().cpu()
     assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype), tensor.name
-    return memoryview(as_bytes(value).numpy())
+    return as_bytes(value).numpy().data
 
 
 def hash_file(path: Path, digest: Any = xxhash.xxh3_128) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 from av.video.reformatter import Colorspace
 
-from wands.data.cache.shards import IndexEntry
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, probe
-from wands.preprocess.preprocess import _lacks_matrix
 from wands.preprocess.preprocess_report import PreprocessReport
 
 COLORS = np.array([(200, 30, 30), (30, 180, 40), (40, 40, 210), (128, 128, 128)], np.uint8)
@@ -71,17 +68,7 @@ def test_vp8_is_always_bt601(tmp_path: Path) -> None:
     assert probe(tmp_path / "a.webm").matrix == "as the file says"
 
 
-def test_the_report_says_what_was_assumed_and_what_an_earlier_version_may_have_decoded(
-    tmp_path: Path,
-) -> None:
-    entry = IndexEntry("a", "shard-00000.h5", 0, (16, 1, 2, 2), (1,), 0, 5, 16.0, "c", (1,))
-    assert not _lacks_matrix(entry)
-    assert not _lacks_matrix(replace(entry, display_size=("640", "480")))
-    assert _lacks_matrix(replace(entry, display_size=("1280", "720")))
-    assert not _lacks_matrix(replace(entry, display_size=("1280", "720"), matrix="as the file says"))
+def test_the_report_says_what_was_assumed(tmp_path: Path) -> None:
     tokens = np.array([4, 4, 4])
-    report = PreprocessReport(
-        tmp_path, "v", 3, 0, 0, 0, (), tokens, 1, 1, 1.0, num_assumed=2, num_unknown_matrix=1
-    )
+    report = PreprocessReport(tmp_path, "v", 3, 0, 0, 0, (), tokens, 1, 1, 1.0, num_assumed=2)
     assert "2 samples decoded as BT.709, as players do: of videos with 720 lines or more" in str(report)
-    assert "1 sample encoded by an earlier version" in str(report)
