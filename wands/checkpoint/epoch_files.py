@@ -133,7 +133,9 @@ def follow_data(
     folder, state = checkpoint
     is_same = fingerprint == state.data_fingerprint
     start = (state.data_start[0], state.data_start[1])
-    values = _read_epoch(checkpoint, sampler.bins_per_step)
+    values = _read_epoch(checkpoint, state.recipe["train"]["bins_per_step"])
+    if sampler.bins_per_step != state.recipe["train"]["bins_per_step"]:
+        return sampler, None  # `check_resumable` refuses the recipe
     rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(data.keys)}
     steps = tuple(
         tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)

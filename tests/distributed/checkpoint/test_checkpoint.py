@@ -202,6 +202,15 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
             check_resumable(state, replace(state, **change), "x")
 
 
+def test_another_number_of_bins_is_refused_and_blames_no_file(finished: Path, tiny_pipeline: Path):
+    checkpoint = find_checkpoint(finished)
+    run = make_run(
+        tiny_pipeline, finished, ("train.bins_per_step=4", "train.max_steps=9"), checkpoint=checkpoint
+    )
+    with pytest.raises(CheckpointError, match=r"train\.bins_per_step=4 must equal the checkpoint's value 2"):
+        check_resumable(checkpoint.state, run.state, "x")
+
+
 def lines_of_run(*args: Any) -> tuple[list[str], list[float]]:
     """Lines of a run about its learning rate, and the learning rates of all its steps."""
     lines: list[str] = []

@@ -224,7 +224,7 @@ def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_pa
     run = shutil.copytree(finished("zero2")[0], tmp_path / "run")
 
     def go_on(steps: int, *overrides: str) -> tuple[list[Weights], list[str]]:
-        settings = (f"train.max_steps={steps}", "checkpoint.keep=9", *overrides)
+        settings = (f"train.max_steps={steps}", "train.bins_per_step=4", "checkpoint.keep=9", *overrides)
         [series], said = worlds[2].run(watched_run, tiny_pipeline, run, settings, zero(2), True)[0]
         return series, said
 
