@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wands.disk_errors import disk_number, read_patiently
+from wands.disk_errors import DISK_NUMBERS, disk_number, read_patiently
 from wands.errors import ConfigError, DiskError, WandsError, one_line
 from wands.lock import WriterLock
 
@@ -180,21 +180,33 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
                 raise
             finally:
                 lock.is_kept = old.exists()  # after Ctrl-C: the next process deletes the old folder
+    except shutil.Error as error:
+        source, _, reason = error.args[0][0]  # copytree lists every failed file
+        raise copy_error(f"--out {out}", source, reason) from error
     except OSError as error:
-        # copytree lists every failed file.
-        failures = error.args[0] if isinstance(error, shutil.Error) else None
-        reason = failures[0][-1] if isinstance(failures, list) else one_line(error)
-        raise write_error(f"--out {out}", error, reason) from error
+        raise write_error(f"--out {out}", error) from error
     finally:
         lock.check()  # raises if the folder now belongs to another process
         shutil.rmtree(partial, ignore_errors=True)
+        lock.is_kept |= partial.exists()  # if it could not be deleted, the next process does
 
 
-def write_error(target: object, error: OSError, reason: str | None = None) -> WandsError:
+def write_error(target: object, error: OSError) -> WandsError:
     """Return the error for a file or folder that could not be written; a DiskError if the file system failed."""
-    text = f"{target} cannot be written ({reason or one_line(error)}); free space or choose another folder."
+    text = f"{target} cannot be written ({one_line(error)}); free space or choose another folder."
     number = disk_number(error)
     return DiskError(text, number=number) if number else WandsError(text)
+
+
+def copy_error(target: object, source: str, reason: str) -> WandsError:
+    """Return the error for a file that was not copied into `target`, for a `reason` such as "[Errno 5] Input/output error"."""
+    text = f"{target}: {source} cannot be copied ({reason}); check both disks and their free space, then run the command again."
+    number = re.match(r"\[Errno (\d+)\]", reason)
+    return (
+        DiskError(text, number=int(number[1]))
+        if number and int(number[1]) in DISK_NUMBERS
+        else WandsError(text)
+    )
 
 
 def _check_replaceable(out: Path, replaceable: str | None) -> None:

@@ -268,6 +268,10 @@ def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, t
         # The last call, for the folder that contains `out`, which is in its place already.
         ("export", "fsync", "EIO", "{out.parent}", 3, 1),
         ("export", "read", "ESTALE", "whole", 4, NEVER),
+        ("export", "open", "EACCES", "model/scheduler", 0, 1),
+        ("export", "open", "EACCES", "{out}.tmp", 3, NEVER),  # the temporary folder cannot be deleted either
+        ("resume", "open", "EACCES", "model/transformer/diffusion_pytorch_model.safetensors", 0, 1),
+        ("resume", "open", "EACCES", "model/transformer/diffusion_pytorch_model.safetensors", 0, NEVER),
         ("push", "read", "EIO", "exported", 2, NEVER),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from wands.checkpoint.checkpoint_files import OBJECTIVE_FILE, Checkpoint, TrainState, find_checkpoint
 from wands.checkpoint.engine_state import load_engine
@@ -195,7 +195,7 @@ def restore_objective(checkpoint: Checkpoint, objective: Objective) -> None:
     """
     path = checkpoint.folder / OBJECTIVE_FILE
     is_saved = OBJECTIVE_FILE in checkpoint.state.files
-    state = read_patiently(path, lambda: load_file(path)) if is_saved else {}
+    state = read_patiently(path, lambda: load(path.read_bytes())) if is_saved else {}
     try:
         objective.load_state_dict(state)
     except (KeyError, ValueError, RuntimeError) as error:

@@ -156,7 +156,7 @@ def open_safetensors(path: Path, where: str) -> Iterator[Any]:
         DiskError: if the file system does not read the file.
     """
     try:
-        with read_patiently(path, partial(safe_open, path, framework="pt")) as file:
+        with read_patiently(path, partial(_open, path)) as file:
             yield file
     except (SafetensorError, OSError) as error:
         if disk_number(error):
@@ -169,6 +169,17 @@ def open_safetensors(path: Path, where: str) -> Iterator[Any]:
         raise CheckpointError(
             f"{where}: {path} cannot be read ({one_line(error)}). Download the file again."
         ) from None
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as missing:  # the package says so of every failed call of open()
+        try:
+            path.open("rb").close()
+        except FileNotFoundError:
+            raise missing from None
+        return safe_open(path, framework="pt")
 
 
 def is_gguf(path: Path) -> bool:
