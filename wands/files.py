@@ -181,8 +181,8 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
             finally:
                 lock.is_kept = old.exists()  # after Ctrl-C: the next process deletes the old folder
     except shutil.Error as error:
-        source, _, reason = error.args[0][0]  # copytree lists every failed file
-        raise copy_error(f"--out {out}", source, reason) from error
+        *_, reason = error.args[0][0]  # copytree lists every failed file
+        raise copy_error(f"--out {out}", reason) from error
     except OSError as error:
         raise write_error(f"--out {out}", error) from error
     finally:
@@ -198,9 +198,11 @@ def write_error(target: object, error: OSError) -> WandsError:
     return DiskError(text, number=number) if number else WandsError(text)
 
 
-def copy_error(target: object, source: str, reason: str) -> WandsError:
-    """Return the error for a file that was not copied into `target`, for a `reason` such as "[Errno 5] Input/output error"."""
-    text = f"{target}: {source} cannot be copied ({reason}); check both disks and their free space, then run the command again."
+def copy_error(target: object, reason: str) -> WandsError:
+    """Return the error for a folder into which a file could not be copied. `reason` names the file, after "[Errno 5]"."""
+    text = (
+        f"{target} cannot be written ({reason}); check the file and both disks, then run the command again."
+    )
     number = re.match(r"\[Errno (\d+)\]", reason)
     return (
         DiskError(text, number=int(number[1]))
