@@ -237,6 +237,7 @@ def test_tables_archives_and_configurations(box: Sandbox, tiny_pipeline: Path, p
 # ---------------------------------------------------------------- the default tier
 
 
+@pytest.mark.slow
 def test_a_few_sources_of_each_kind(box: Sandbox) -> None:
     shutil.copy(box.clip, box.data / "good.mp4")
     contents = tables(box)

@@ -260,6 +260,7 @@ def test_a_holder_learns_of_another_owner(fast, tmp_path: Path):
     assert path.read_bytes() == b'{"owner": "host b, pid 1, since today"}'  # of the other
 
 
+@pytest.mark.slow
 def test_force_takes_the_lock_of_another_machine_only(start, tmp_path: Path):
     path = tmp_path / "shared" / "lock"
     path.parent.mkdir()

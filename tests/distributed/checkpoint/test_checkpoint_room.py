@@ -90,6 +90,7 @@ def test_all_files_of_all_ranks_need_room(tmp_path: Path, monkeypatch: pytest.Mo
             checkpoint._check_space(tmp_path, files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
     [

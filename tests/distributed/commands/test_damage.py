@@ -139,6 +139,7 @@ def outcome(name: str, original: Path, folder: Path, seed: int) -> tuple[str, st
     return done, "equal" if found == wanted else "SILENT"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(16), pytest.param(range(16, NUM_DAMAGES), marks=pytest.mark.slow)], ids=["few", "many"]
 )

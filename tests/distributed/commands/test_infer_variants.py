@@ -236,6 +236,7 @@ def check_weights(pipeline: DiffusionPipeline, folder: Path) -> None:
         assert torch.equal(getattr(pipeline, part).proj_out.weight, stored["proj_out.weight"])
 
 
+@pytest.mark.slow
 def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:
     folder = tiny_variant("wan2.2-t2v-a14b")
     own = {

@@ -52,6 +52,7 @@ def test_the_other_clips_keep_their_steps_and_their_noise(tiny_pipeline: Path, t
     assert find_checkpoint(tmp_path / "run").state.data_summary["num_samples"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_a_step_without_clips_changes_nothing(enabled: str, tiny_pipeline: Path, tmp_path: Path, run_world):
     overrides = (

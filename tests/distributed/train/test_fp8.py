@@ -178,6 +178,7 @@ def test_a_run_in_fp8_resumes_bit_for_bit(
     assert {value.dtype for value in last.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_lora_on_a_base_in_fp8_is_merged_into_the_original_weights(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):

@@ -376,7 +376,7 @@ def test_degrees_that_do_not_fit_the_model_are_refused(tiny_pipeline: Path, tmp_
     with pytest.raises(ConfigError, match=r"parallel.tensor_degree=3 must divide num_heads=4"):
         make_run(tiny_pipeline, tmp_path, ("parallel.tensor_degree=3",), world_size=3)
     with pytest.raises(
-        ConfigError, match=r"train.bins_per_step=2 .* \(12 processes / \(cp_size x tensor_degree\)\)"
+        ConfigError, match=r"train.bins_per_step=2: .* \(12 processes / \(cp_size x tensor_degree\)\)"
     ):
         make_run(tiny_pipeline, tmp_path, ("parallel.tensor_degree=4",), world_size=12)
 

@@ -166,6 +166,7 @@ def test_the_sums_of_tensor_parallelism_are_counted():
     assert again / sent == pytest.approx(11 / 8, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_compares_tensor_parallelism():
     assert re.search(
         r"\n  tensor  parallel.tensor_degree=2 is slower: [\d,]+ tokens/s, 0\.\d\d times", run(gpus=8)
@@ -290,6 +291,7 @@ def test_what_cannot_be_planned(options, words):
         run(**options)
 
 
+@pytest.mark.slow
 def test_without_a_model():
     with pytest.raises(
         ConfigError,

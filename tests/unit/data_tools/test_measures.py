@@ -73,6 +73,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return decoded
 
 
+@pytest.mark.slow
 def test_motion_of_a_moving_square(tmp_path: Path):
     path = write_clip(tmp_path / "a.mp4", moving_square(), fps=FPS)
     speed = 3 * FPS / WIDTH  # frame widths per second

@@ -65,6 +65,7 @@ def test_a_base_that_does_not_fit_is_swapped():
     assert "model.swap_blocks=" in str(check_memory(task, "zero2"))
 
 
+@pytest.mark.slow
 def test_auto_swaps_as_few_blocks_as_fit():
     task = task_of("model.checkpointing=offload", "model.swap_blocks=auto")
     number = settle_swapping(task, "zero2")

@@ -30,6 +30,7 @@ def read_and_show(folder: Path) -> None:
     sample_strips(read, "ema", 10**9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in FILES]
 )

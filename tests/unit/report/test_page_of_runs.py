@@ -33,6 +33,7 @@ def sample_table(text: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_samples_of_two_runs_are_side_by_side(run: Path, tmp_path: Path) -> None:
     other = write_run(
         tmp_path / "dog", 40, 20, overrides=("lora.init_from=other-lora",)
