@@ -185,7 +185,10 @@ class Checkout:
 
     def plan(self) -> Path:
         """Return the path of the plan file that `wands tools pack` writes. The first call runs the command."""
-        command = ["-m", "wands", "tools", "pack", "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
+        # Commits before 0.1.0's command groups have `wands pack`.
+        has_groups = "def tools" in (self.root / "wands" / "cli.py").read_text()
+        name = ["tools", "pack"] if has_groups else ["pack"]
+        command = ["-m", "wands", *name, "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
         return self.once("plan.jsonl", lambda path: self.run(*command, "--out", str(path)))
 
 
