@@ -50,8 +50,8 @@ RETRIED = frozenset(getattr(errno, name) for name in _RETRIED if hasattr(errno, 
 """Error numbers after which a read is repeated."""
 DISK_NUMBERS = RETRIED | {getattr(errno, name) for name in _LASTING}
 """Error numbers of the file system. They say nothing about the content of a file."""
-# HDF5 and the safetensors package name the error number only in their texts.
-_NUMBER_IN_TEXT = re.compile(r"(?:errno = |\(os error )(\d+)")
+# HDF5, the safetensors package and PyTorch's mapped files name the error number only in their texts.
+_NUMBER_IN_TEXT = re.compile(r"(?:errno = |\(os error |-only mode: [^()]*\()(\d+)")
 
 
 def system_number(error: BaseException) -> int:

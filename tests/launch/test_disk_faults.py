@@ -269,10 +269,20 @@ def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, t
         ("export", "fsync", "EIO", "{out.parent}", 3, 1),
         ("export", "read", "ESTALE", "whole", 4, NEVER),
         ("export", "open", "EACCES", "model/scheduler", 0, 1),
+        # The safetensors package opens a file, and PyTorch opens it again.
+        (
+            "export",
+            "open",
+            "ESTALE",
+            "whole/checkpoints/step_00000004/transformer/state_rank_00000.safetensors",
+            1,
+            1,
+        ),
         ("export", "open", "EACCES", "{out}.tmp", 3, NEVER),  # the temporary folder cannot be deleted either
         ("resume", "open", "EACCES", "model/transformer/diffusion_pytorch_model.safetensors", 0, 1),
         ("resume", "open", "EACCES", "model/transformer/diffusion_pytorch_model.safetensors", 0, NEVER),
         ("push", "read", "EIO", "exported", 2, NEVER),
+        ("push", "open", "EACCES", "exported/vae/config.json", 1, NEVER),
     ],
 )
 def test_a_fault_loses_nothing(

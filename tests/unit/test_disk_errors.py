@@ -112,6 +112,10 @@ def test_a_missing_file_stays_a_missing_file(tmp_path: Path):
             errno.ESTALE,
         ),
         (OSError("Input/output error (os error 5)"), errno.EIO),
+        (
+            RuntimeError("unable to open file </a (1)/b> in read-only mode: Stale file handle (116)"),
+            errno.ESTALE,
+        ),
         (OSError("truncated file: eof = 96"), 0),
         (OSError(errno.ENOTDIR, "Not a directory"), 0),
         (CacheError("errno = none"), 0),

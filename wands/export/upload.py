@@ -19,7 +19,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
-from wands.errors import WandsError, one_line
+from wands.disk_errors import disk_number
+from wands.errors import DiskError, WandsError, one_line
 from wands.version import __version__
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,10 @@ class Hub:
             transient = status in (408, 429) or status >= 500 if status else is_network
             if not waits or not transient:
                 # `from None` leaves out the cause. A traceback would otherwise print a token in the server's answer.
-                raise WandsError(self._explain(action, text, status, is_network)) from None
+                explained = self._explain(action, text, status, is_network)
+                if not is_network and (number := disk_number(cause)):  # of a file that is sent
+                    raise DiskError(explained, number=number) from None
+                raise WandsError(explained) from None
         log.warning("%s failed (%s); trying again in %g s", action, text, waits[0])
         time.sleep(waits[0])
         return self.call(action, request, waits[1:])
