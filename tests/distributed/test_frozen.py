@@ -86,7 +86,7 @@ def test_the_stored_checkpoint_resumes(
     stage = {"zero_optimization": {"stage": 2}}
     rows = worlds[1].run(run_training, model, run, SETTINGS, stage, True)[0]
     assert losses(rows)[-3:] == pytest.approx(STORED["resumed checkpoint"], rel=TOLERANCE)
-    # The average goes on after step 3: (1 + 6) / (10 + 6).
+    # The average continues after step 3: (1 + 6) / (10 + 6).
     assert rows[-1]["ema_decay"] == pytest.approx(7 / 16)
 
 

@@ -1,4 +1,4 @@
-"""Runs on one GPU beside the same runs on the CPU: every path of the trainer that has code of its own for CUDA."""
+"""Runs on one GPU, compared with the same runs on the CPU: every path of the trainer with special code for CUDA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: dict[str, Case] = {
     "attention kept": (FP32, ("model.checkpointing=selective",), zero(3)),
     "activations on the host": (FP32, ("model.checkpointing=offload",), zero(3)),
     "dropout": (FP32, ("model.dropout=0.1",), zero(2)),
-    "average beside the weights": (FP32, ("ema={device: gpu}",), zero(3)),
+    "average on the GPU": (FP32, ("ema={device: gpu}",), zero(3)),
     "average on the host": (FP32, ("ema={device: cpu}",), zero(3)),
     "lora": (FP32, ("lora.rank=4",), zero(2)),
     "lora on int8": (BF16, ("lora={rank: 4, quantize: int8}",), zero(2)),

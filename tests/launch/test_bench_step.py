@@ -24,7 +24,7 @@ def count(folder: Path, *more: str) -> dict[str, dict[str, float]]:
 
 @pytest.mark.slow
 def test_a_pack_is_less_for_a_gpu_to_do_than_its_clips_alone(tmp_path: Path):
-    """What a GPU's time beside matrix products and attention goes by: bytes to move, operators to start."""
+    """Bytes to move and operators to start: they decide a GPU's time outside matrix products and attention."""
     found = count(tmp_path)
     packed, single, padded = (found[name] for name in ("packed", "single", "padded"))
     assert packed["traffic"] < 0.8 * single["traffic"]

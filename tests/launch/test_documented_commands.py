@@ -75,7 +75,7 @@ def variant_of(name: str) -> str:
 
 
 def run(command: str, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, *, dry: bool) -> None:
-    """Run one command; training that is not dry gets a process of its own."""
+    """Run one command; training that is not dry gets a separate process."""
     arguments = wands_arguments(command)
     assert arguments
     launched = re.search(r"--(?:num_gpus|nproc-per-node) (\d+)", command)

@@ -33,7 +33,7 @@ def call(*command: object, check: bool = True, **more_env: str) -> subprocess.Co
 
 
 def call_here(*command: object, exit_code: int = 0, **more_env: str) -> Result:
-    """`wands` without a process of its own, where what matters is not the start of one."""
+    """Call `wands` in this process, in tests that do not depend on the start of a process."""
     done = CliRunner().invoke(main, [str(part) for part in command], env=more_env)
     assert done.exit_code == exit_code, done.output
     return done
@@ -138,7 +138,7 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
     straight = worlds[2].run(run_training, job["model"], root / "straight", overrides, DS_CONFIGS["zero3"])[0]
     assert losses(straight) == losses(rows_of(job, "run"))
 
-    # one process goes on where two have stopped
+    # one process continues where two have stopped
     alone = call("wands", "train", *settings(job, "run", "train.max_steps=8"), "--resume")
     assert "number of processes=1 (checkpoint: 2)" in alone.stdout
     overrides = (*overrides[:-1], "train.max_steps=8")
@@ -155,7 +155,7 @@ def test_clips_to_samples(job: dict[str, Path], worlds: WorldPool):
     assert latents["a"] == latents["b"]  # export and checkpoint are the same weights
     assert latents["a"] != latents["c"]  # and not the ones training started from
 
-    # its samples beside it, the pipeline goes to a Hub and comes back whole
+    # the pipeline goes to a Hub with its samples and comes back whole
     shutil.copytree(root / "a", root / "exported" / "samples")
     with FakeHub({"hf_secret": "alice"}) as hub:
         where = ("--endpoint", hub.url)

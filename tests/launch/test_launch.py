@@ -224,7 +224,7 @@ def test_slurm_queues_a_run_again_that_has_crashed(fake, start, tmp_path: Path, 
     requests = tmp_path / "logs" / "scontrol"
 
     def crash(**more: str) -> int:
-        """How often the job was queued again up to now."""
+        """Start the job, let it fail, and return how often it has been queued again so far."""
         before = requests.read_text().count("requeue") if requests.exists() else 0
         process = start(SLURM, [f"--set=output_dir={run}"], {**env, **more})
         text = process.communicate(timeout=30)[0]

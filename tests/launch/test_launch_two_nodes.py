@@ -57,7 +57,7 @@ def test_two_nodes_share_a_bin_stop_resume_and_equal_one_process(
     assert 0 < steps < 500
     assert (tmp_path / "logs" / "scontrol").read_text() == "requeue 123457\n"
 
-    # it goes on under the other launcher
+    # the run continues under the other launcher
     (tmp_path / "hosts").write_text("127.0.0.1 slots=2\nnode1 slots=2\n")
     options = ["--hostfile", tmp_path / "hosts", "--master-port", free_port()]
     nodes = [

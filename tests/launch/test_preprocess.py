@@ -59,14 +59,14 @@ def make(source: Path, model: Path, out: Path) -> Made:
 
 @pytest.fixture(scope="module")
 def made(clips_dir: Path, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Of the three clips."""
+    """Cache of the three clips."""
     folder = tmp_path_factory.mktemp("made")
     return make(three_clips(folder / "clips", clips_dir), tiny_pipeline, folder / "cache")
 
 
 @pytest.fixture(scope="module")
 def made_of_one(clips_dir: Path, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Of the single clip."""
+    """Cache of the single clip."""
     folder = tmp_path_factory.mktemp("one")
     return make(single_clip(folder / "one", clips_dir), tiny_pipeline, folder / "cache")
 
@@ -175,7 +175,7 @@ def test_report_and_metadata(made: Made) -> None:
 
 
 def break_some(clips: Path, clips_dir: Path) -> set[str]:
-    """Put one of each kind of broken file beside good ones; returns their keys."""
+    """Put one of each kind of broken file next to good ones; returns their keys."""
     content = (clips_dir / "bigbuckbunny.mp4").read_bytes()
     (clips / "cut.mp4").write_bytes(content[: len(content) // 2])
     (clips / "empty.mp4").touch()

@@ -47,7 +47,7 @@ LAUNCHERS = {
 
 
 class Job:
-    """A launched run in a terminal of its own. Its processes are those whose command line contains the run folder."""
+    """A launched run in a new terminal. Its processes are those whose command line contains the run folder."""
 
     def __init__(
         self, name: str, model: Path, run: Path, steps: int = 100_000, *overrides: str, log: str = ""
@@ -58,7 +58,7 @@ class Job:
             word for value in values for word in ((value,) if value.startswith("--") else ("--set", value))
         ]
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        # A shell that goes on after Ctrl-C, as a prompt does. Without one, the end of the launcher would close the terminal.
+        # A shell that continues after Ctrl-C, as a prompt does. Without one, the end of the launcher would close the terminal.
         command = [
             "bash",
             "-c",

@@ -56,7 +56,7 @@ def counting(one_block: bool) -> Any:
 
 
 def flash(query: Any, key: Any, value: Any, attn_mask: None = None, **options: Any) -> Any:
-    """What `sdpa_kernel` and autocast make of it on a GPU; without one torch would write whole matrices."""
+    """Call the kernel that `sdpa_kernel` and autocast choose on a GPU; without one torch would write whole matrices."""
     import torch
 
     q, k, v = (one.to(torch.bfloat16) for one in (query, key, value))

@@ -155,7 +155,7 @@ CAPTIONS: dict[str, tuple[bytes | None, str]] = {
 
 
 def build_corpus(folder: Path, clips_dir: Path) -> dict[str, str]:
-    """Write the files, captions beside them.
+    """Write the files, with captions next to them.
 
     Args:
         folder: new.

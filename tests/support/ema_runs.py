@@ -30,5 +30,5 @@ def same(ours: Weights, theirs: Weights) -> bool:
 
 
 def parts_in(step: Path, part: str = "transformer") -> list[dict[str, torch.Tensor]]:
-    """What each rank has written."""
+    """Tensors in the file of each rank."""
     return [load_file(path) for path in sorted((step / part).glob("ema_rank_*"))]

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(kernels: list[str]) -> dict[str, Any]:
-    """Measure kernels with events whose clock goes on by a millisecond at each record. Return times and matmuls before each."""
+    """Measure kernels with events whose clock advances by a millisecond at each record. Return times and matmuls before each."""
     import torch
 
     from wands.engine.attention_choice import measure_backends
@@ -360,7 +360,7 @@ def look_inside(ops: Any) -> Iterator[None]:
 
 
 def join_groups(ring: int, ulysses: int) -> dict[str, Any]:
-    """What rank 0 of a world of `ring * ulysses` is in, its peers silent: what arrives has a shape and no values."""
+    """Groups of rank 0 in a world of `ring * ulysses` with silent peers: tensors that arrive have a shape and no values."""
     import deepspeed
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -376,7 +376,7 @@ def join_groups(ring: int, ulysses: int) -> dict[str, Any]:
 
 
 class Engine:
-    """What `train_step` asks of DeepSpeed's."""
+    """Engine with the parts of DeepSpeed's that `train_step` uses."""
 
     def __init__(self, module: Any, compute: str) -> None:
         self.module = module

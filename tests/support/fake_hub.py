@@ -28,7 +28,7 @@ class File:
 
     @property
     def oid(self) -> str:
-        """What the server compares: sha256 of a large file, git's blob hash of a small one."""
+        """Hash that the server compares: sha256 of a large file, git's blob hash of a small one."""
         if self.lfs:
             return hashlib.sha256(self.data).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
@@ -47,7 +47,7 @@ class Repo:
 
 @dataclass(frozen=True)
 class Fault:
-    """What to do to the next `times` requests of a kind: answer `status`, or hang up when it is None.
+    """Fault of one request: the answer is `status`, or the server hangs up when it is None.
 
     `after` lets the request take effect first: the answer alone is lost. `body` is sent as it is, in place of the right answer.
     `silence` is how many seconds nothing is sent.

@@ -27,7 +27,7 @@ NEVER = 1 << 40
 
 
 class Fault(NamedTuple):
-    """Of the calls of this kind on paths that contain `part`, the calls `first` to `first + times - 1` fail with `number`."""
+    """Error `number` for the calls `first` to `first + times - 1` among those of this kind on paths that contain `part`."""
 
     kind: str
     number: int = 0

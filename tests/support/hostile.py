@@ -15,7 +15,7 @@ from tests.support.hostile_tables import tables
 
 
 def write_sources(box: Sandbox) -> dict[str, Path]:
-    """Write every hostile table, archive, configuration and dataset into a folder of its own. Return SOURCE by name."""
+    """Write every hostile table, archive, configuration and dataset into a separate folder. Return SOURCE by name."""
     found: dict[str, Path] = {}
 
     def new_folder(name: str) -> Path:

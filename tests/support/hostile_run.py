@@ -97,7 +97,7 @@ def _with_text(value: Any, field: tuple[str, ...], text: str) -> Any:
 
 
 class HostileParts(HTMLParser):
-    """What a browser would run, or load from another place, in a page.
+    """Parts of a page that a browser would run, or load from another place.
 
     Attributes:
         found: descriptions of these parts.

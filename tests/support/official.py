@@ -187,7 +187,7 @@ class WanVae(nn.Module):
 
 
 class T5Encoder(nn.Module):
-    """The encoder of `umt5_xxl`, each of whose blocks has positions of its own."""
+    """The encoder of `umt5_xxl`, with a separate position embedding in each block."""
 
     def __init__(
         self, vocab: int, dim: int, dim_attn: int, dim_ffn: int, num_heads: int, num_layers: int

@@ -61,7 +61,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def folder(tiny_pipeline: Path, tmp_path: Path) -> Path:
-    """What `wands export` leaves: a pipeline, its record, samples; one part is a folder linked from the Hub's cache."""
+    """Folder as from `wands export`: a pipeline, its record, samples; one part is a folder linked from the Hub's cache."""
     directory = tmp_path / "export"
     shutil.copytree(tiny_pipeline, directory)
     cached = Path(constants.HF_HUB_CACHE, "base_text_encoder")

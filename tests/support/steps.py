@@ -72,7 +72,7 @@ class Grid(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Where, with which file of ds_configs/, in how many micro steps, and what backward computes again."""
+    """Setting of a step: grid, file of ds_configs/, number of micro steps, and what the backward pass recomputes."""
 
     grid: Grid
     ds_name: str

@@ -1,4 +1,4 @@
-"""What loading a model into ZeRO-3 takes of the host's memory, summed over the ranks of a node."""
+"""Host memory that loading a model into ZeRO-3 takes, summed over the ranks of a node."""
 
 from __future__ import annotations
 

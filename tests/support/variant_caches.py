@@ -58,7 +58,7 @@ def source(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class StockInput:
-    """What the stock pipeline gives its DiT in the first step: [C, f, h, w], timestep, CLIP's states [I, E]."""
+    """Inputs of the stock pipeline's DiT in the first step: [C, f, h, w], timestep, CLIP's states [I, E]."""
 
     hidden_states: Tensor
     timestep: Tensor

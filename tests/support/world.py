@@ -154,7 +154,7 @@ class World:
             try:
                 pipe.send_bytes(job)
             except BrokenPipeError:
-                continue  # told below, where it gives no answer
+                continue  # reported below, where it gives no answer
         deadline = time.monotonic() + timeout
         for rank, (_, pipe) in enumerate(self._ranks):
             try:

@@ -31,7 +31,7 @@ __all__ = ["cache"]  # fixtures
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["train", "--help"], ["infer", "--help"]])
 def test_answers_without_heavy_packages(args: list[str]):
-    """What takes seconds is importing torch and friends; asking for help must import none of them."""
+    """Importing torch and other large packages takes seconds; asking for help must import none of them."""
     code = (
         "import sys; from wands.cli import main\n"
         f"try: main({args!r})\nexcept SystemExit: pass\n"

@@ -1,4 +1,4 @@
-"""What the command line refuses before anything starts, in one sentence each."""
+"""Refusals of the command line before anything starts, in one sentence each."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncF
 
 @cache
 def offences() -> dict[str, list[str]]:
-    """What each rule finds.
+    """Offenders of each rule.
 
     Every file is parsed once and forgotten: a million nodes at once would slow down the garbage collector.
     """

@@ -1,4 +1,4 @@
-"""What is printed and published obeys nobody: control characters are escaped, secrets and user names are hidden."""
+"""Texts that are printed or published: control characters are escaped, secrets and user names are hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mypy sees: the types of PyTorch, and no comment that hides an error without a reason."""
+"""Type checks: mypy sees the types of PyTorch, and no comment hides an error without a reason."""
 
 from __future__ import annotations
 

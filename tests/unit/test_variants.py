@@ -18,7 +18,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-# What the other kinds of models have beside that.
+# Keys that the other kinds of models have in addition.
 I2V = {"in_channels": 36}
 CLIP = {**I2V, "image_dim": 14, "added_kv_proj_dim": 24}
 FLF2V = {**CLIP, "pos_embed_seq_len": 2 * IMAGE_LEN}

@@ -55,7 +55,7 @@ def files_of(step: Path) -> dict[str, bytes]:
 def test_the_checkpoints_are_those_of_a_run_that_waits(
     world_size: int, stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    """Each file is written after later steps have changed the weights, and has the bits of its own step."""
+    """Each file is written after later steps have changed the weights, and has the bits of the step of its checkpoint."""
     waits, said = worlds[world_size].run(
         slow_training, tiny_pipeline, tmp_path / "waits", EVERY, zero(stage)
     )[0]

@@ -286,7 +286,7 @@ def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: 
 
 
 def latest_while_saving(model: Path, out: Path) -> list[str | None]:
-    """What `latest` names before each part of a checkpoint is written, found whole at that moment."""
+    """Checkpoints that `latest` names before each part of a checkpoint is written; each is complete at that moment."""
     folder = out / "checkpoints"
     seen = []
 

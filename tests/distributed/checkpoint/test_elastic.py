@@ -1,4 +1,4 @@
-"""A run that goes on with another number of processes, ZeRO stage or grid ends like the run that did not move."""
+"""A run that is resumed with another number of processes, ZeRO stage or grid ends like the run without a change."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_changed_data_counts_from_the_next_epoch(
 def test_another_plan_counts_from_the_next_epoch(
     saved: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    """A version of wands that packs in another way must not repeat or skip clips of the epoch that it goes on with."""
+    """A version of wands that packs in another way must not repeat or skip clips of the epoch in which it resumes."""
     more = (
         "train.log_samples=true",
         "train.bins_per_step=2",

@@ -1,4 +1,4 @@
-"""The moving average in the model for a while, on the host or beside the weights."""
+"""The moving average in the model for a while, on the host or on the device of the weights."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_in_the_model_for_a_while_and_every_bit_is_restored(
 def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of three ranks that each have all weights; on the host it is worked out on the GPU and sent back without waiting."""
+    """Three ranks have all weights each. An average on the host is computed on the GPU and sent back without waiting."""
     generator = torch.Generator().manual_seed(2)
     shapes = {"a": (700, 300), "b": (2,), "c": (5, 1, 7)}
     series = [

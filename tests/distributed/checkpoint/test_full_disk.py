@@ -1,4 +1,4 @@
-"""A full disk and a deleted folder in the middle of a run: the run goes on, the rows are complete, the older checkpoint stays."""
+"""A full disk and a deleted folder in the middle of a run: the run continues, all rows are there, the older checkpoint stays."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def values_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def use_run(folder: Path) -> Any:
-    """What an export of the run reads, and from which step."""
+    """Return the step that an export of the run reads, its weights and their average."""
     step, state = find_checkpoint(folder, verify=True)
     average = load_exported_state(step, ema=True)
     return state.step, values_of(load_exported_state(step)), values_of(average)

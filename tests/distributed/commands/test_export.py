@@ -216,9 +216,7 @@ def test_a_program_that_writes_into_an_export_does_not_change_the_base(
     (out / "samples").mkdir()
     (out / "samples" / "link.png").symlink_to(secret)
     export(run, out, base=str(base))
-    assert (
-        out / "samples" / "link.png"
-    ).is_symlink()  # a hard link could not be told from a file of the export
+    assert (out / "samples" / "link.png").is_symlink()  # a hard link would look like a file of the export
     (out / "samples" / "link.png").unlink()
     for path in [path for path in out.rglob("*") if path.is_file()]:
         with path.open("r+b") as file:

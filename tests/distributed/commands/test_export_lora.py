@@ -49,7 +49,7 @@ def forward(model: torch.nn.Module) -> torch.Tensor:
 
 
 def expected(pipeline: Path, run_dir: Path, part: str = "transformer") -> torch.Tensor:
-    """What the trained model predicts: the base with W + alpha/R B A in the place of each W."""
+    """Prediction of the trained model: the base with W + alpha/R B A in the place of each W."""
     stock = WanTransformer3DModel.from_pretrained(pipeline / part)
     stock.load_state_dict(load_full_weights(run_dir, part))
     return forward(stock)

@@ -159,7 +159,7 @@ def test_heads_decide_how_many_ranks_share_them(as_one_of, tiny_pipeline: Path) 
     assert plan_ranks(variant, ulysses_degree=2) == ParallelDims(8, 0, ulysses_degree=2, ring_degree=4)
 
 
-# What each of two ranks is given beside one prompt, and what both say. Relative paths lie in a folder of the rank's own.
+# Options of each of two ranks in addition to one prompt, and the error of both. Relative paths are in the rank's folder.
 DIFFERENCES: dict[str, tuple[list[dict], str]] = {
     "seed": (
         [{"seed": 1}, {"seed": 2}],
@@ -231,7 +231,7 @@ def change_weight(file: Path, name: str) -> None:
 
 
 def infer_apart(root: Path, cases: list[list[dict]]) -> list[tuple[str, bool] | None]:
-    """What this rank says in each case, and whether it knows that all say so; None where it samples."""
+    """Error of this rank in each case, and whether it knows that all ranks raise it; None where it samples."""
     rank = int(os.environ["RANK"])
     os.chdir(root / str(rank))
     said: list[tuple[str, bool] | None] = []

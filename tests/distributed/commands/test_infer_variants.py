@@ -56,7 +56,7 @@ def loaded(folder: Path) -> DiffusionPipeline:
 
 
 def asked_of(variant: str) -> tuple[SampleRequest, ConditionImages]:
-    """What a model of this variant can take."""
+    """Request and pictures with everything that a model of this variant accepts."""
     row = VARIANTS[variant]
     starts = row.num_images > 0 or "first_frame" in row.conditions
     pictures = {"image": noise_picture(1)} if starts else {}
@@ -168,7 +168,7 @@ TIMESTEPS = {"wan2.2-t2v-a14b": (876.0, 875.0, 874.0), "wan2.2-i2v-a14b": (901.0
 
 
 def experts_called(pipeline: DiffusionPipeline, variant: str) -> list[tuple[float, str]]:
-    """(timestep, expert) of each call, at timesteps round the boundary."""
+    """(timestep, expert) of each call, at timesteps near the boundary."""
     timesteps = torch.tensor(TIMESTEPS[variant])
     scheduler = FlowMatchEulerDiscreteScheduler()
 

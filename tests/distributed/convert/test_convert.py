@@ -232,7 +232,7 @@ def test_a_disk_that_forgets_is_found(
 def test_a_hub_id_and_parts_of_another_model(
     pipelines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of the model that lends its other parts the DiT is not fetched."""
+    """The DiT of the model that lends its other parts is not fetched."""
     official = convert(
         str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "official", to="official", forward=False
     ).out

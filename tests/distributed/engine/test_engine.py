@@ -1,4 +1,4 @@
-"""Whose key is whose between the DeepSpeed JSON and the recipe; schedules; nothing silently ignored."""
+"""Keys of the DeepSpeed JSON and keys of the recipe; schedules; nothing silently ignored."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ _LINEAR = torch.nn.functional.linear
 def test_two_experts_have_shards_inside_a_node(
     tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):
-    """Of zero_hpz_partition_size, whose groups DeepSpeed makes once."""
+    """DeepSpeed makes the groups of zero_hpz_partition_size only once."""
     args = tiny_variant("wan2.2-t2v-a14b"), tmp_path, ("lora.rank=2",), zero(3, zero_hpz_partition_size=2)
     assert worlds[2].run(shards_of_two_experts, *args) == [[2, 2], [2, 2]]
 

@@ -153,7 +153,7 @@ def alone(run: Recorded, build: Any, clip: float) -> Tensors:
 
 
 def movement(found: Tensors, wanted: Tensors, start: Tensors) -> tuple[dict[str, float], dict[str, float]]:
-    """How far each parameter has moved over how far it should have, and the norm of the error over that of the way."""
+    """Distance that each parameter moved and norm of its error, both divided by the distance that it should have moved."""
     ways = {name: float((wanted[name] - start[name]).norm()) for name in start}
     assert all(ways.values())
     moved = {name: float((found[name] - start[name]).norm()) / way for name, way in ways.items()}
@@ -374,7 +374,7 @@ def test_the_adam_that_a_gpu_takes(
 ):
     """torch's fused kernel, and DeepSpeed's where states are offloaded; both are there for CPUs too.
 
-    The same steps, and what was stopped goes on to the bit.
+    The losses are close to those of the plain optimizer, and a stopped run resumes bit for bit.
     """
     ds = {**zero(stage), **FUSED}
     if kind == "on host":
@@ -424,7 +424,7 @@ def test_muon_without_a_matrix():
 
 
 def test_bytes_of_a_wan(tiny_pipeline: Path):
-    """What the README says of the real ones: their matrices are nearly all of them."""
+    """Bytes for the widths of the 1.3B model: nearly all of its parameters are in matrices."""
     config = json.loads((tiny_pipeline / "transformer" / "config.json").read_text())
     config |= {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 2}
     shapes = [(name, tuple(p.shape)) for name, p in build_empty(config).named_parameters()]

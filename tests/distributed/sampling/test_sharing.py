@@ -108,7 +108,7 @@ def predict_conditioned_on_ranks(degrees: tuple[int, int]) -> dict[str, list[Ten
 
 
 def predict_with_whole_timesteps() -> list[Tensor]:
-    """The mistake: each rank takes the timesteps of the first tokens for those of its own."""
+    """The mistake: each rank uses the timesteps of the first tokens for its tokens."""
     groups = groups_of(2, 1)
     kernel = choose_backend("auto", "cpu", torch.float64)
     attention = context_attention(kernel, groups.ulysses, groups.ring, groups.ring_grad)

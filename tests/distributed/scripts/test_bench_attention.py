@@ -21,13 +21,13 @@ from wands.distributed.bootstrap import init_process_group
 
 HEADS = 4
 PACKS = [(9, 6, 14), (40, 3, 1, 7), (2, 1, 3, 1)]
-"""Of a ring of 4: with remainders; with samples that stay whole; nothing but such samples, so that no block travels."""
+"""Packs for a ring of 4: with remainders; with samples that stay whole; only such samples, so that no block travels."""
 CPU = torch.device("cpu")
 NAMES = {"single", "blocks", "ulysses", "ring", "hybrid:", "all-gather", "padded"}
 
 
 def count(lens: tuple[int, ...], ring: int, ulysses: int, dtype: torch.dtype) -> CommBytes:
-    """What this rank sends."""
+    """Count the bytes that this rank sends."""
     inputs = make_inputs(lens, HEADS, CPU, dtype)
     backend = choose_backend("cpu", CPU, dtype)
     variant = attention_variants.context_parallel("", inputs, lens, (ring, ulysses), backend)
@@ -59,7 +59,7 @@ def test_bytes_sent_are_those_of_the_plan(run_world, ring: int, ulysses: int):
 
 
 def printed(world: int, port: int, args: Namespace) -> str:
-    """What this rank prints."""
+    """Text that this rank prints."""
     text = io.StringIO()
     with redirect_stdout(text):
         bench_attention.work(int(os.environ["RANK"]), world, port, args)

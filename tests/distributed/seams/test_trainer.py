@@ -113,7 +113,7 @@ ROBUST = str(EXAMPLES / "robust_loss.py")
 
 
 def evaluate_robust(run: Path, data: Path, out: Path) -> tuple[str, float, float]:
-    """What is said without the objective's code, and the loss with it and of a run's own evaluation."""
+    """Return the error without the objective's code, the loss with it, and the loss of the run's own evaluation."""
     with mock.patch.object(prepare, "fingerprint_pipeline", return_value={}):  # as `write_cache`
         with pytest.raises(ConfigError) as caught:
             evaluate(EvaluateOptions(model=str(run), data=str(data)))

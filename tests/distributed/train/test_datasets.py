@@ -97,7 +97,7 @@ def test_the_start_block_names_sources_and_split(tiny_pipeline: Path, overrides,
 
 
 def test_other_visits_are_other_data(tiny_pipeline: Path, overrides, tmp_path: Path):
-    """What decides which samples form a step must be what it was when a run goes on."""
+    """The fingerprint, which a resumed run compares, changes with everything that decides which samples form a step."""
     found = set()
     for old, new in (("1.5", "1.5"), ("1.5", "1.25"), ("0.5", "0.75"), ("1.5", "2")):
         changed = tuple(item.replace(f"repeat: {old}", f"repeat: {new}") for item in overrides)

@@ -19,7 +19,7 @@ def zero(stage: int = 2, **sections: Any) -> dict[str, Any]:
 def test_scheduler(tiny_pipeline: Path, tmp_path: Path, run_world):
     params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 2, "warmup_type": "linear"}
     ds = zero(scheduler={"type": "WarmupLR", "params": params})
-    # The helper's recipe sets optim.lr, which has no say beside a scheduler; its default asks for nothing.
+    # The helper's recipe sets optim.lr, which is refused with a scheduler in the JSON; its default is not.
     rows = run_world(2, run_training, tiny_pipeline, tmp_path, (*STEPS, "optim.lr=1e-5"), ds)[0]
     assert [row["lr"] for row in rows] == [0.0, 0.0, 5e-4, 1e-3]
     assert rows[0]["lr"] < 1e-3

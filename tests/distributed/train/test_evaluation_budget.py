@@ -1,4 +1,4 @@
-"""How much is evaluated, and its share of the work."""
+"""Amount of evaluation, and its share of the work."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_planned_share_is_measured(tiny_pipeline: Path, tmp_path: Path, worl
 
 
 def test_wands_plan_has_the_share_of_the_plan(tiny_pipeline: Path, tmp_path: Path):
-    """Of equal clips, with as many held-out clips as eval.max_clips, and one clip in each bin."""
+    """All clips are equal, the held-out ones are as many as eval.max_clips, and each bin has one clip."""
     data = "data.mock={num_samples: 10, shapes: [[4,16,16]], text_lens: [64]}"
     settings = (data, *EVAL, *STEPS, "eval.max_clips=2", "ema={}", "packing.max_tokens=256")
     run = make_run(tiny_pipeline, tmp_path, settings, world_size=2)

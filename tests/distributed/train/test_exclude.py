@@ -123,7 +123,7 @@ def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_pa
 
 
 def test_the_state_counts_the_licences_of_the_trained_clips(tiny_pipeline: Path, tmp_path: Path):
-    """Of two sources with repeats, each clip counts once, and excluded clips do not count."""
+    """In two sources with repeats, each clip counts once, and excluded clips do not count."""
     cc = dict.fromkeys("abcd", "CC-BY-4.0")
     mit = dict.fromkeys("xy", "MIT")
     write_cache(tmp_path / "one", tiny_pipeline, "abcdef", 1, cc)

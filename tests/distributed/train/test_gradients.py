@@ -81,7 +81,7 @@ def test_stage_zero_in_float32(tiny_pipeline: Path, tmp_path: Path, worlds: Worl
 def test_a_second_copy_of_the_weights_in_each_node(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, stock: Stock
 ):
-    """Of zero_hpz_partition_size: the backward pass gathers the weights from the second copy."""
+    """With zero_hpz_partition_size, the backward pass gathers the weights from the second copy."""
     ds = zero(3, zero_hpz_partition_size=2)
     ours = engine_gradients(worlds, 2, tiny_pipeline, tmp_path, (), ds)
     error = worst(ours, stock(2))

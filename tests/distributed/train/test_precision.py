@@ -158,7 +158,7 @@ def test_a_lora_on_codes_learns_as_on_the_decoded_weights(
 
 
 def held_bytes(pipeline: Path, out: Path, overrides: tuple[str, ...], stage: int) -> dict[torch.dtype, int]:
-    """What this rank holds of a run's base."""
+    """Bytes of a run's base on this rank, by data type."""
     training_run = make_run(pipeline, out, overrides, zero(stage))
     rank, _, device = init_process_group()
     held: dict[torch.dtype, int] = {}

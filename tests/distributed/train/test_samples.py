@@ -273,7 +273,7 @@ def train_counted(model: Path, out: Path, overrides: tuple[str, ...], resume: An
 def test_a_resumed_run_has_the_samples_of_one_without_a_break(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ) -> None:
-    """Also: prompts are encoded once, and again when they change. A sheet shows only the base of its own prompts."""
+    """Also: prompts are encoded once, and again when they change. A new prompt has no base in the sheet."""
 
     def run(name: str, steps: int, prompts: str = "[a, b]", resume: Any = False) -> Any:
         section = f"sample={{every: 1, prompts: {prompts}, {SECTION}}}"

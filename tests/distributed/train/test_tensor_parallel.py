@@ -203,7 +203,7 @@ sum_outputs = tensor_parallel.sum_outputs
 
 
 def set_cut_without_norm(parameter: Any, cut: Any) -> None:
-    """DeepSpeed is not told that the ranks have parts of a parameter."""
+    """Set the cut, but leave out the mark that says to DeepSpeed that the ranks have parts of the parameter."""
     if cut is not None:
         parameter.wands_cut = cut
 

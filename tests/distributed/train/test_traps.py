@@ -159,7 +159,7 @@ def test_the_whole_gradient_is_clipped_once(bug: str, tiny_pipeline: Path, tmp_p
 
 
 def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
-    """What keys every generator that one optimizer step draws from."""
+    """Keys of all random generators that one optimizer step draws from."""
     asked: list[tuple[Any, ...]] = []
 
     def recording(*parts: int | str) -> np.random.Generator:

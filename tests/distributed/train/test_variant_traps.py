@@ -39,7 +39,7 @@ class Quantile:
 
 
 def share_on_the_wrong_side(model: Path, out: Path, experts: str) -> float:
-    """Of the timesteps that one expert is trained on, the share that sampling would give the other.
+    """Share of the timesteps of one expert's training that sampling would give to the other expert.
 
     The smallest and the largest draw are among them, where rounding could carry a timestep over the boundary.
     """

@@ -129,7 +129,7 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
         "ConfigError: the size of rank 3 (missing) differs from the size of ranks 0-2, and so does the color; start every "
         "rank with the same size.",
     ),
-    (  # consequences stand behind their cause, what differs elsewhere in a line of its own
+    (  # consequences are listed after their cause, another difference is in a separate line
         [
             {"recipe": x, "plan": x, "fit": x, "data": y}
             for x, y in (("a", "a"), ("b", "a"), ("a", "b"), ("a", "a"))
@@ -197,7 +197,7 @@ def write_cache(path: Path, run: PreparedRun, seed: int) -> None:
 
 
 def resumed_at(run: PreparedRun, step: int) -> PreparedRun:
-    """The run as a checkpoint of a step goes on with it."""
+    """The run as resumed from its checkpoint of a step."""
     return replace(run, checkpoint=Checkpoint(run.output_dir, replace(run.state, step=step)))
 
 
@@ -213,7 +213,7 @@ CACHE = ("data.mock=null", "data.cache=cache")
 
 
 def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], float]:
-    """What is said when rank `odd` differs in one thing, and the longest time a comparison took."""
+    """Return what each comparison says when rank `odd` differs in one thing, and the longest time one took."""
     rank = int(os.environ["RANK"])
     is_odd = rank == odd
     home = out / f"node{rank}"  # the caches have one path on all nodes

@@ -1,4 +1,4 @@
-"""Which folders a run deletes: only checkpoints that wands wrote, and none through a link."""
+"""Folders that a run deletes: only checkpoints that wands wrote, and none through a link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `wands check` finds in a set of clips: small frames, images alone, rows of one film, names with a number sign."""
+"""Findings of `wands check` in a set of clips: small frames, images alone, rows of one film, names with a number sign."""
 
 from __future__ import annotations
 

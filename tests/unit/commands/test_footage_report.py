@@ -1,4 +1,4 @@
-"""What `wands check` and `wands preprocess` say about footage: seconds used, cuts, still images, black borders, columns."""
+"""Reports of `wands check` and `wands preprocess` on footage: seconds used, cuts, still images, black borders, columns."""
 
 from __future__ import annotations
 

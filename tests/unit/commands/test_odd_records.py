@@ -39,7 +39,7 @@ RECORD: dict[str, Any] = {
 
 
 def make_card(folder: Path) -> None:
-    """What `wands push` makes of a record before it sends the folder."""
+    """Make the card and the plot that `wands push` makes of a record before it sends the folder."""
     record = read_record(folder / RECORD_FILE)
     build_card(folder, "alice/wan", record, FolderContents(), "mit").encode()
     if points := loss_points(record):

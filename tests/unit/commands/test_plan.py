@@ -155,7 +155,7 @@ def test_tensor_parallelism_wins_for_few_tokens_only():
 
 
 def test_the_sums_of_tensor_parallelism_are_counted():
-    """Of a layer of the 14B model with 32,760 tokens: 4.7 GB on a rank, and 3 of 8 sums again with recomputation."""
+    """A layer of the 14B model with 32,760 tokens sends 4.7 GB on a rank; recomputation repeats 3 of its 8 sums."""
     alone = ("parallel.tensor_degree=8", "model.checkpointing=none")
     machine = Machine()
     sent = predict_step(32_760, *alone).sums.total / 40 * machine.node_bandwidth
@@ -189,7 +189,7 @@ def test_a_machines_own_numbers_count():
 
 @pytest.mark.slow
 def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
-    """What `wands tools calibrate` measures is refused for another device, and read for its own, by name or from the cache."""
+    """Speeds of `wands tools calibrate` are refused for another device, and read for theirs, by name or from the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sheet = run()
     assert "this is a prediction, with the speeds of kernels from the data sheet" in sheet
@@ -372,7 +372,7 @@ def test_train_refuses_what_does_not_fit_and_names_a_cure_that_does(train):
 
 
 def test_a_cure_leaves_degrees_that_were_asked_for(train, monkeypatch):
-    """Another cp_size beside them would be refused: the next thing that helps is named instead."""
+    """Another cp_size would contradict them and be refused: the next setting that helps is named instead."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     own = (
         "train.bins_per_step=4",

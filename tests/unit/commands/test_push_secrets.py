@@ -1,4 +1,4 @@
-"""What `wands push` keeps back: links out of the folder, secrets, tokens, HTML."""
+"""Contents that `wands push` does not publish: links out of the folder, secrets, tokens, HTML."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["blocks.*.to_q", "proj_out"]}
 def test_a_lora_of_two_experts(
     tiny_variant: Callable[[str], Path], hub: FakeHub, run_example: Any, tmp_path: Path
 ) -> None:
-    """As `wands export` leaves it: a folder for each expert, another program's keys beside."""
+    """A LoRA as `wands export` writes it: a folder for each expert, each with a second file in another program's keys."""
     folder = tmp_path / "lora"
     for name in ("high_noise", "low_noise"):
         write_lora(folder / name / "pytorch_lora_weights.safetensors", "transformer.")

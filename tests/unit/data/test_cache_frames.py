@@ -28,7 +28,7 @@ def big_sample() -> Sample:
 
 
 def bytes_read(cache: LatentCache, frames: tuple[int, int] | None) -> int:
-    """What the kernel handed to this thread, from the disk or from its cache, during one read of sample 0."""
+    """Bytes that the kernel gave this thread, from the disk or from its cache, during one read of sample 0."""
 
     def count() -> int:
         return int(Path("/proc/thread-self/io").read_text().split()[1])  # rchar

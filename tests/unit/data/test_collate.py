@@ -148,7 +148,7 @@ def test_who_is_dropped_changes_with_epoch_occurrence_and_seed():
 
 
 def test_dropping_does_not_shift_noise(monkeypatch: pytest.MonkeyPatch):
-    """Each purpose has a generator of its own."""
+    """Each purpose has a separate generator."""
     asked = []
     rng = collate_module.rng
     monkeypatch.setattr(collate_module, "rng", lambda *args: asked.append(args[2]) or rng(*args))

@@ -1,4 +1,4 @@
-"""What training gives a model beside the noisy latents is what the stock pipeline builds at sampling."""
+"""Training gives a model the same conditions with the noisy latents as the stock pipeline at sampling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def clip(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
 
 
 def stock_input(folder: Path, frames: np.ndarray, last_image: bool) -> tuple[Tensor, Tensor]:
-    """What `WanImageToVideoPipeline.__call__` does before its loop: noise, and the model's input [1, C, f, h, w]."""
+    """Noise and the model's input [1, C, f, h, w], as `WanImageToVideoPipeline.__call__` makes them before its loop."""
     pipeline = load(folder)
     (height, width) = frames.shape[1:3]
     given = [Image.fromarray(frames[0]), *([Image.fromarray(frames[-1])] if last_image else [])]

@@ -124,7 +124,7 @@ def test_visits_are_rows_and_rows_know_where_they_lie(caches):
     assert over_two["clip1"] == 3
     assert over_two["other"] == 4
     assert over_two["clip6"] == 7  # in both
-    # Shards of three samples, each a shard of its own in every copy and source.
+    # Shards of three samples; a shard has another number in every copy and source.
     shards = data.places[:, 0].tolist()
     assert Counter(Counter(shards).values()) == Counter({3: 2 * 2 + 2, 1: 2 + 2})
     assert [sorted(set(shards[i:j])) for i, j in ((0, 7), (7, 14), (14, 18), (18, 22))] == [

@@ -87,7 +87,7 @@ def test_a_larger_share_holds_out_all_that_a_smaller_one_does(
     assert (hold_out(keys, small) <= hold_out(keys, large)).all()
     assert not hold_out(keys, 0.0).any()
     assert hold_out(keys, 1.0).all()
-    assert hold_out(keys[-1:], small)[0] == hold_out(keys, small)[-1]  # whatever stands beside it
+    assert hold_out(keys[-1:], small)[0] == hold_out(keys, small)[-1]  # whatever the other keys are
 
 
 def test_the_share_is_about_right_and_always_the_same_clips() -> None:

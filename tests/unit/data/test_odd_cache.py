@@ -50,7 +50,7 @@ def cache(sound: Path, tmp_path: Path) -> Path:
 
 
 def read_all(path: Path) -> None:
-    """What a training and a report read."""
+    """Read all that training and a report read."""
     cache = LatentCache(path, verify=True)
     cache.check_fits(VARIANT, {})
     for i in range(len(cache)):

@@ -398,7 +398,7 @@ def test_the_visited_are_the_data_of_a_plan():
 
 
 def opened(order: Sequence[int], places: np.ndarray, num_handles: int = 32) -> int:
-    """How many times a reader that keeps so many shards open must open one."""
+    """Number of times that a reader opens a shard, when it keeps `num_handles` of them open."""
     kept: dict[int, None] = {}
     count = 0
     for shard in places[list(order), 0].tolist():
@@ -412,7 +412,7 @@ def opened(order: Sequence[int], places: np.ndarray, num_handles: int = 32) -> i
 
 @pytest.mark.slow
 def test_windows_read_each_shard_in_one_go():
-    """What `packing.buffer_size` is for: 5,000 clips in 79 shards, windows of 16 of them."""
+    """The purpose of `packing.buffer_size`, with 5,000 clips in 79 shards and windows of 16 shards."""
     lens = length_mix(*MIXES["A"], num_samples=5000)
     places = places_of(len(lens), 64)
     windows = storage_windows(places, 1024, seed=0)

@@ -1,4 +1,4 @@
-"""Which rows an epoch visits: against an explicit list of all visits, one after the other."""
+"""Rows that an epoch visits, compared with an explicit list of all visits, one after the other."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_repeated_name_is_counted():
     visits = {
         (sampler.keys[i], o) for bin in plan.bins for i, o in zip(bin, plan.repeat_indices(bin), strict=True)
     }
-    assert len(visits) == 4  # three visits to "a", each with noise of its own
+    assert len(visits) == 4  # three visits to "a", each with different noise
 
 
 def test_the_same_samples_form_the_step_at_any_dp_size():

@@ -1,4 +1,4 @@
-"""What image-to-video models are conditioned on, against diffusers itself, on the classes of its pipelines."""
+"""Conditions of image-to-video models, compared with diffusers itself, on the classes of its pipelines."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_what_the_vae_would_cut_silently_is_refused(
 
 
 def test_bug_frames_not_4k_plus_1_loses_the_tail(measured: Path) -> None:
-    """What the assertion above guards against: the stock VAE drops frames 9 to 11 without a word."""
+    """The mistake that the assertion above prevents: the stock VAE drops frames 9 to 11 without a word."""
     vae = AutoencoderKLWan.from_pretrained(measured, subfolder="vae")
     pixels = torch.rand(1, 3, 12, 16, 16) * 2 - 1
     with torch.no_grad():

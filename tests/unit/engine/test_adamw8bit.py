@@ -63,7 +63,7 @@ def start_values() -> dict[str, Tensor]:
 
 
 def gradients() -> list[Tensor]:
-    """Of all parameters in a row. Those of the gain are far smaller than its neighbors'."""
+    """Gradients of all parameters in a row. Those of the gain are far smaller than its neighbors'."""
     generator = torch.Generator().manual_seed(1)
     scales = torch.cat(
         [torch.full((size,), 1e-4 if name == "gain" else 1.0) for name, size in sizes().items()]

@@ -1,4 +1,4 @@
-"""Which parameters tensor parallelism divides, and how."""
+"""Parameters that tensor parallelism divides, and their parts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def max_error(pack: Pack, dtype: torch.dtype = torch.float64, kind: str = "t2v")
 
 
 def weighted_grads(model: torch.nn.Module, output: Tensor) -> dict[str, Tensor]:
-    """Gradients of a loss in which every output number has a weight of its own."""
+    """Gradients of a loss in which every output number has a different weight."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     (output * weights.to(output.dtype)).sum().backward()
     return {name: param.grad for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""What a plan says about frozen blocks in host memory: bytes, time, the number of blocks, and the advice."""
+"""Frozen blocks in host memory in a plan: bytes, time, the number of blocks, and the advice."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from wands.files import read_rows
 from wands.run import append_log
 from wands.run.append_log import AppendLog, EventLog, continue_rows, marked_steps, to_line
 
-# A real limit of the file size, under which a write succeeds in part. In a process of its own: pytest writes files, too.
+# A real limit of the file size, under which a write succeeds in part. In a separate process: pytest writes files, too.
 FULL = """
 import resource, sys
 from pathlib import Path

@@ -63,7 +63,7 @@ def build_log(run: PreparedRun, board: Trackers, start_step: int = 0) -> StepLog
 
 
 def finished(run: PreparedRun, number: int, loss: float) -> FinishedStep:
-    """Step `number` of a process without samples of its own."""
+    """Step `number` of a process that has no samples."""
     nothing = torch.zeros(0, dtype=torch.float64)
     result = StepResult(loss=torch.tensor(loss), clips=[], errors=nothing, norm=1.0, skipped=False)
     return FinishedStep(

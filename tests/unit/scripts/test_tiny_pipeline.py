@@ -21,7 +21,7 @@ from wands.variants import VARIANTS
 
 CAPTIONS = list(fetch_clips.CAPTIONS.values())
 DECIBELS = {16: 20, 48: 16}
-"""What each shipped VAE reaches on every one of the four clips at least."""
+"""Decibels that each shipped VAE reaches at least, on every one of the four clips."""
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
     pixels = train_tiny_vae.to_pixels(window)
     mse = (decoded - pixels).square().mean().item()
     assert 10 * math.log10(4 / mse) >= DECIBELS[shipped_vae.config.z_dim]
-    # Color, not gray: what the pixels have beside their own gray value correlates with the original's.
+    # Color, not gray: the difference of each pixel from its gray value correlates with the original's.
     color, shown = (x - x.mean(0, keepdim=True) for x in (pixels, decoded))
     assert torch.corrcoef(torch.stack([color.flatten(), shown.flatten()]))[0, 1] > 0.8
     mean, std = (

@@ -1,4 +1,4 @@
-"""What a rank forwards is what was planned: mistakes on the way from the plan to the packed batch are noticed."""
+"""A rank forwards the batches that were planned: mistakes on the way from the plan to the packed batch are noticed."""
 
 from __future__ import annotations
 

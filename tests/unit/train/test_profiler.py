@@ -76,7 +76,7 @@ def kept_name(path: str) -> str:
 
 
 def training_of(out: Path, device: str, profile: ProfileConfig | None = None) -> Any:
-    """What the profiler uses of a training process of 5 steps."""
+    """Training process of 5 steps, with the attributes that the profiler uses."""
     return SimpleNamespace(
         recipe=SimpleNamespace(profile=profile),
         output_dir=out,

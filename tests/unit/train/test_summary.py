@@ -1,4 +1,4 @@
-"""What a run prints when nothing can be learned: at its start, and in the line of a step."""
+"""Warnings of a run that can learn nothing: at its start, and in the line of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks count as slow, and what the hooks on the feed-forward measure."""
+"""Ranks that count as slow, and times that the hooks on the feed-forward measure."""
 
 from __future__ import annotations
 

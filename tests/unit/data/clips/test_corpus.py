@@ -27,7 +27,7 @@ def checked(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def complaints(expected: dict[str, str], report: CheckReport) -> list[str]:
-    """What is wrong with a report on the corpus."""
+    """List the mistakes in a report on the corpus."""
     clips = {clip.key: clip for clip in report.clips}
     wrong = [key for key, count in Counter(clip.key for clip in report.clips).items() if count > 1]
     wrong += [f"{key} is skipped in silence" for key in expected.keys() - clips.keys()]

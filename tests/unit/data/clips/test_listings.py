@@ -78,7 +78,7 @@ def test_musubi_jsonl(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 @pytest.mark.parametrize("place", ["", "train/"])
 def test_hf_videofolder(tmp_path: Path, kind: str, place: str) -> None:
-    """`datasets`' videofolder: metadata beside the clips, of the whole or of one split."""
+    """`datasets`' videofolder: metadata next to the clips, for the whole dataset or for one split."""
     clip(tmp_path / f"{place}0001.mp4", 40)
     clip(tmp_path / f"{place}more/0002.mp4", 80)
     items = [("0001.mp4", "one"), ("more/0002.mp4", "two"), ("0003.mp4", "three")]

@@ -162,7 +162,7 @@ def test_a_full_disk_ends_the_scan(
 
 
 def cuts(data: bytes) -> list[int]:
-    """Where to cut: inside the last member, at its header, inside its header, before the end mark."""
+    """Positions of a cut: inside the last member, at its header, inside its header, before the end mark."""
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         last = archive.getmembers()[-1]
     end = last.offset_data + (last.size + 511) // 512 * 512

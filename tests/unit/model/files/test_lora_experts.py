@@ -1,4 +1,4 @@
-"""Which expert a LoRA file changes: the option, else the metadata, else the tensor names, else a word of the name."""
+"""The expert that a LoRA file changes: by the option, else the metadata, else the tensor names, else a word of the name."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def write_official(folder: Path, kind: str = "t2v", seed: int = 0) -> dict[str, 
 
 
 def converted(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What diffusers makes of it."""
+    """Convert an official state with diffusers."""
     theirs = convert_wan_transformer_to_diffusers(dict(state))
     if "img_emb.emb_pos" in theirs:  # forgotten by the library, not by the script of the published conversion
         theirs["condition_embedder.image_embedder.pos_embed"] = theirs.pop("img_emb.emb_pos")
