@@ -128,9 +128,7 @@ def fake_cuda(may_wait: bool = False) -> Any:
                 source = args[0] if func is copy else args[1]
                 at_once = args[2] if func is copy_into and len(args) > 2 else kwargs.get("non_blocking")
                 waits = not isinstance(source, FakeTensor) and not at_once
-                assert may_wait or not waits, (
-                    f"{func} copies to the GPU when all its queued work is done"
-                )
+                assert may_wait or not waits, f"{func} copies to the GPU when all its queued work is done"
                 pageable = not isinstance(source, FakeTensor) and source.data_ptr() not in self.pinned
                 assert may_wait or not pageable, f"{func} copies to the GPU from pageable memory"
             return result
