@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wands.disk_errors import DISK_NUMBERS, disk_number, read_patiently
+from wands.disk_errors import disk_number, read_patiently
 from wands.errors import ConfigError, DiskError, WandsError, one_line
 from wands.lock import WriterLock
 
@@ -180,9 +180,6 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
                 raise
             finally:
                 lock.is_kept = old.exists()  # after Ctrl-C: the next process deletes the old folder
-    except shutil.Error as error:
-        *_, reason = error.args[0][0]  # copytree lists every failed file
-        raise copy_error(f"--out {out}", reason) from error
     except OSError as error:
         raise write_error(f"--out {out}", error) from error
     finally:
@@ -193,22 +190,17 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
 
 def write_error(target: object, error: OSError) -> WandsError:
     """Return the error for a file or folder that could not be written; a DiskError if the file system failed."""
-    text = f"{target} cannot be written ({one_line(error)}); free space or choose another folder."
+    reason = one_line(error)
+    fix = "free space or choose another folder"
     number = disk_number(error)
+    failed = error.args[0] if isinstance(error, shutil.Error) else None
+    if isinstance(failed, list):  # of copytree: every file that failed
+        *_, reason = failed[0]
+        fix = "check this file and both disks, then run the command again"
+        found = re.match(r"\[Errno (\d+)\]", reason)
+        number = disk_number(OSError(int(found[1]), reason)) if found else 0
+    text = f"{target} cannot be written ({reason}); {fix}."
     return DiskError(text, number=number) if number else WandsError(text)
-
-
-def copy_error(target: object, reason: str) -> WandsError:
-    """Return the error for a folder into which a file could not be copied. `reason` names the file, after "[Errno 5]"."""
-    text = (
-        f"{target} cannot be written ({reason}); check the file and both disks, then run the command again."
-    )
-    number = re.match(r"\[Errno (\d+)\]", reason)
-    return (
-        DiskError(text, number=int(number[1]))
-        if number and int(number[1]) in DISK_NUMBERS
-        else WandsError(text)
-    )
 
 
 def _check_replaceable(out: Path, replaceable: str | None) -> None:

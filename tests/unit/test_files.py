@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,3 +143,20 @@ def test_only_temporary_files_of_wands_are_deleted(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path)
     delete_leftovers(tmp_path / "link")
     assert (tmp_path / ".latest.7.tmp").exists()
+
+
+def test_a_failed_copy_names_the_file_and_restarts_if_the_disk_failed(tmp_path: Path):
+    """copytree collects the failures of files, and shutil raises the same class with a plain text for a file copied to itself."""
+    failed = [
+        ("a", "b", "[Errno 5] Input/output error: 'a'"),
+        ("c", "d", "[Errno 13] Permission denied: 'c'"),
+    ]
+    for error, reason, number in (
+        (shutil.Error(failed), "[Errno 5] Input/output error: 'a'); check this file", 5),
+        (shutil.Error([("a", "b", "a is a named pipe")]), "a is a named pipe); check this file", None),
+        (shutil.SameFileError("a and a are the same file"), "a and a are the same file); free space", None),
+    ):
+        with pytest.raises(WandsError, match=re.escape(f"out cannot be written ({reason}")) as caught:
+            with atomic_folder(tmp_path / "out"):
+                raise error
+        assert getattr(caught.value, "number", None) == number
