@@ -206,6 +206,21 @@ def test_no_orphans_of_a_launcher_that_was_killed_in_the_start(
 
 
 @pytest.mark.kill
+@pytest.mark.parametrize(("launcher", "words"), [("deepspeed", (RUNNER, MIDDLE)), ("torchrun", (TORCHRUN,))])
+def test_no_orphans_of_a_launcher_that_was_killed_when_the_first_worker_appeared(
+    launcher: str, words: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path
+):
+    """The worker has had no time to look for its launcher."""
+    job = Job(launcher, tiny_pipeline, tmp_path / "run", 100_000)
+    try:
+        job.wait_for(lambda: len(job.processes()) > len(words))
+        kill(*words)(job)
+        job.wait_for(lambda: not job.processes(), seconds=60)
+    finally:
+        job.close()
+
+
+@pytest.mark.kill
 def test_a_save_that_the_launcher_kills_leaves_the_older_step(start: Callable[..., Job]):
     """A worker that is stopped, so that no save ends, and Ctrl-C: after 30 s, deepspeed kills the workers."""
     job = start("deepspeed", 100_000, "checkpoint.every=2")

@@ -22,6 +22,8 @@ _LAUNCHERS = {
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
 }
 """Names of launchers: programs, Python scripts, and modules that Python runs with -m."""
+_VARIABLES = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
+"""Maps environment variables of workers to the launcher that sets them."""
 
 
 class Ancestor(NamedTuple):
@@ -64,7 +66,17 @@ def find_launcher() -> tuple[Ancestor, ...]:
                 if process.pid == 1 and ancestors[length - 1].name == "deepspeed.launcher.launch":
                     return (*ancestors[:length], Ancestor(None, "deepspeed"))
                 break
+    if not length:
+        return _lost_launcher(ancestors)
     return tuple(ancestors[:length])
+
+
+def _lost_launcher(ancestors: list[Ancestor]) -> tuple[Ancestor, ...]:
+    """Return the launcher that was killed before this process looked for it, so that process 1 has adopted this process."""
+    # Process 1 as parent says nothing by itself: in a container, it can be the shell of a single `wands train`.
+    names = [name for variable, name in _VARIABLES.items() if variable in os.environ]
+    is_adopted = [ancestor.process and ancestor.process.pid for ancestor in ancestors] == [1]
+    return tuple(Ancestor(None, name) for name in names[:1]) if is_adopted else ()
 
 
 def _program(process: psutil.Process) -> str:

@@ -89,19 +89,27 @@ def test_a_number_that_another_process_has_taken_is_gone():
 
 
 @pytest.mark.parametrize(
-    ("names", "is_gone"),
+    ("names", "variable", "is_gone"),
     [
-        (["deepspeed.launcher.launch", "init"], True),
-        (["deepspeed.launcher.launch", "deepspeed", "init"], False),
-        (["deepspeed.launcher.launch", "deepspeed"], False),  # deepspeed is process 1 of a container
-        (["deepspeed.launcher.launch", "sshd", "init"], False),
-        (["torchrun", "init"], False),
+        (["deepspeed.launcher.launch", "init"], "CROSS_RANK", True),
+        (["deepspeed.launcher.launch", "deepspeed", "init"], "CROSS_RANK", False),
+        (["deepspeed.launcher.launch", "deepspeed"], "CROSS_RANK", False),  # process 1 of a container
+        (["deepspeed.launcher.launch", "sshd", "init"], "CROSS_RANK", False),
+        (["torchrun", "init"], "TORCHELASTIC_RUN_ID", False),
+        (["torchrun"], "TORCHELASTIC_RUN_ID", False),
+        (["init"], "TORCHELASTIC_RUN_ID", True),
+        (["init"], "CROSS_RANK", True),
+        (["init"], "TERM", False),  # a container whose first process starts the worker
+        (["trainer", "init"], "TORCHELASTIC_RUN_ID", False),
     ],
 )
-def test_deepspeed_was_killed_before_there_were_workers(
-    names: list[str], is_gone: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_launcher_that_was_killed_before_the_worker_looked(
+    names: list[str], variable: str, is_gone: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """KILL of `deepspeed` in the seconds in which its child imports; the child then starts the workers."""
+    """KILL of `deepspeed` in the seconds in which its child imports; KILL of a launcher in those in which its workers start."""
+    for name in ("CROSS_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "0")
     # number -> name, down to process 1
     processes = dict(zip(range(len(names), 0, -1), names, strict=True))
     chain = None
