@@ -58,7 +58,12 @@ def sequential_choice(path: Path, times: list[float]) -> list[np.ndarray]:
         frames = list(container.decode(stream))
         stamps = np.array([float((frame.pts - stream.start_time) * frame.time_base) for frame in frames])
     chosen = [frames[int(np.searchsorted(stamps, time + 0.001, side="right")) - 1] for time in times]
-    return [frame.reformat(format="rgb24", interpolation="AREA").to_ndarray() for frame in chosen]
+    # The clips say no color matrix: BT.709 from 720 lines on.
+    matrix = Colorspace.ITU709 if chosen[0].height >= 720 else None
+    return [
+        frame.reformat(format="rgb24", src_colorspace=matrix, interpolation="AREA").to_ndarray()
+        for frame in chosen
+    ]
 
 
 @pytest.mark.parametrize(
