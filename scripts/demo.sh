@@ -76,8 +76,9 @@ steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" $
 processes="$(python scripts/demo_report.py processes | tail -n 1)" # two, but one where there is one GPU
 config="$(python -c 'import torch; print("zero3" if torch.cuda.is_available() else "cpu")')"
 
-# The model learns the clips by heart: no caption is dropped, and the learning rate is high. The update of a LoRA on an
-# untrained model must be large, hence its alpha.
+# The model learns the clips by heart: no caption is dropped, the learning rate is high, and the large shift trains mostly the high
+# noise levels, where it is decided which clip a sample becomes. The update of a LoRA on an untrained model must be large, hence
+# its alpha.
 rate=3e-3
 if [ -n "$lora" ]; then rate=2e-3; fi
 train() {
@@ -85,7 +86,7 @@ train() {
   shift
   deepspeed --num_gpus "$processes" --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
     --module wands train tiny --deepspeed "ds_configs/$config.json" \
-    --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 --set flow.cfg_dropout=0 --set optim.lr="$rate" \
+    --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 --set flow.cfg_dropout=0 --set flow.flow_shift=6 --set optim.lr="$rate" \
     --set eval.every=100 --set eval.max_share=0.1 ${held_out:+--set eval.cache="$out/held_out_cache"} \
     --set sample.every=250 --set sample.prompts_file="$out/prompts.jsonl" --set sample.num_inference_steps=8 --set sample.guidance_scale=1 \
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
