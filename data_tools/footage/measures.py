@@ -128,7 +128,9 @@ def measure_clips(options: MeasureOptions) -> str:
     for name, clip in clips.items():
         if reason := results[name].get("reason"):
             lines.append(f"not measured: {clip.key}: {reason}")
-    hashes = {name: result["hashes"] for name, result in results.items() if "hashes" in result}
+    # By time, because keys are in the order of texts: 11.5 before 2.7.
+    in_order = sorted(clips, key=lambda name: (str(clips[name].path), clips[name].start or 0.0))
+    hashes = {name: results[name]["hashes"] for name in in_order if "hashes" in results[name]}
     found = find_duplicates(hashes, options.duplicate_bits)
     for name, first in found.items():
         results[name]["columns"]["duplicate_of"] = clips[first].key

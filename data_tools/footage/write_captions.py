@@ -24,9 +24,10 @@ from data_tools.footage.caption_text import clean_answer
 from wands.config.options import CaptionOptions
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
+from wands.data.clips.filters import Filter
 from wands.data.clips.isolated import Crash, map_isolated, run_in_threads
 from wands.data.clips.layouts import load_source
-from wands.data.clips.records import ClipRecord
+from wands.data.clips.records import ClipRecord, Rejection
 from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video import decode_clip, probe
 from wands.errors import ConfigError, DataError, WandsError
@@ -72,12 +73,8 @@ def caption(options: CaptionOptions) -> str | None:
 
 
 def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterLock) -> str:
-    records, rejections = load_source(options.source, needs_caption=False)
-    rejected = [f"rejected: {item.path}: {item.reason}" for item in rejections]
-    if not records:
-        raise DataError(
-            "\n".join([f"SOURCE={options.source} has no clip to caption; correct these files:", *rejected])
-        )
+    records, rejections, num_left_out = _find_clips(options)
+    rejected = _describe(rejections)
     is_inside = out.resolve().parent == Path(os.path.expanduser(options.source)).resolve()
     if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
         raise ConfigError(
@@ -95,7 +92,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
             kept.setdefault(_identity(record), {})[record.caption] = None
     new = [group[0] for name, group in clips.items() if name not in kept]
     # Captions that differ only by these options belong together.
-    exclude = {"source", "out", "endpoint", "batch", "workers", "device", "timeout"}
+    exclude = {"source", "out", "where", "endpoint", "batch", "workers", "device", "timeout"}
     digest = hashlib.sha256(options.model_dump_json(exclude=exclude).encode()).hexdigest()[:16]
     settings = CaptionSettings(options, out.with_name(f".{out.name}.captions") / digest)
     settings.work.mkdir(parents=True, exist_ok=True)
@@ -128,8 +125,32 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterL
     num_new = len(new) - problems.total()
     counts = [f"{plural(num_new, 'clip')} captioned", f"{plural(len(clips) - len(new), 'caption')} kept"]
     counts += [f"{problems.total()} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
+    counts += [] if options.where is None else [f"{num_left_out} left out by --where"]
     reasons = (f"{count} x {problem}" for problem, count in problems.most_common(10))
     return "\n".join([f"{out}: {', '.join(counts)}", *rejected, *reasons])
+
+
+def _find_clips(options: CaptionOptions) -> tuple[list[ClipRecord], list[Rejection], int]:
+    """Return the clips of SOURCE that meet --where, the rejections, and the number of clips that do not meet it."""
+    where = None if options.where is None else Filter(options.where)
+    columns = where.columns if where else ()
+    found, rejections = load_source(options.source, needs_caption=False, other_columns=columns)
+    if not found:
+        lines = [
+            f"SOURCE={options.source} has no clip to caption; correct these files:",
+            *_describe(rejections),
+        ]
+        raise DataError("\n".join(lines))
+    records = [record for record in where.mark(found) if not record.unmet] if where else found
+    if not records:
+        raise DataError(
+            f"none of the {plural(len(found), 'clip')} of SOURCE meets --where {options.where}; change the condition"
+        )
+    return records, rejections, len(found) - len(records)
+
+
+def _describe(rejections: Sequence[Rejection]) -> list[str]:
+    return [f"rejected: {item.path}: {item.reason}" for item in rejections]
 
 
 def _check_prompt(prompt: Sequence[str], columns: set[str]) -> None:

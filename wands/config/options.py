@@ -39,8 +39,8 @@ class ClipOptions(Options):
     """Options that choose clips from SOURCE (a folder, table or dataset), and the size and length of the samples."""
 
     source: Annotated[str, ARGUMENT]
-    """Clips and images with captions, in one of five forms. (1) A folder: each clip has its caption in a .txt or
-    .json file of the same name. (2) A table of clips and captions (metadata.csv, metadata.jsonl, metadata.json or
+    """Clips and images with captions, in one of five forms. (1) A folder: each clip has its caption in a .txt,
+    .caption or .json file of the same name. (2) A table of clips and captions (metadata.csv, metadata.jsonl, metadata.json or
     captions.json), or the folder of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder. (5) A
     dataset configuration of musubi-tuner, diffusion-pipe or finetrainers (.toml or .json)."""
     height: int | None = None
@@ -184,6 +184,9 @@ class CaptionOptions(Options):
     --endpoint, the name of the served model."""
     out: Path
     """Table to write: a .csv or .jsonl file. Its column "caption" has the captions. The other columns of SOURCE are copied."""
+    where: Annotated[str | None, Spelling(metavar="CONDITION")] = None
+    """Caption only clips that meet this condition, such as "motion > 0.01 and duplicate_of is None" for a table of
+    `wands measure`. The table at --out has only these clips. The condition is written as for `wands preprocess`."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1. Leave out /chat/completions at
     the end. If the environment variable OPENAI_API_KEY is set, the command sends its value as the API key."""

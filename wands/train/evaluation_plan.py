@@ -20,6 +20,7 @@ from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 from wands.flow.sigmas import sigma_quantile, with_clip_shift
 from wands.run.sizes import step_flops
+from wands.texts import plural
 from wands.train.prepared_run import PreparedRun
 from wands.variants import Expert, Variant
 
@@ -87,8 +88,9 @@ class EvaluationPlan(StrictModel):
         """Return the numbers of clips and noise levels, and the evaluations' share of the run's FLOPs, as a text for the user."""
         counts = {side: sum(clip.side == side for clip in self.clips) for side in (HELD_OUT, TRAIN)}
         less = "" if len(self.quantiles) == 9 else " (9 would exceed eval.max_share)"
+        levels = plural(len(self.quantiles), "noise level")
         return (
-            f"{counts[HELD_OUT]} held-out and {counts[TRAIN]} training clips at {len(self.quantiles)} noise levels{less}, "
+            f"{counts[HELD_OUT]} held-out and {counts[TRAIN]} training clips at {levels}{less}, "
             f"{self.share:.2%} of the run's FLOPs"
         )
 

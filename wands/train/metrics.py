@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import time
@@ -26,6 +27,12 @@ from wands.train.training import Training
 from wands.transfer import to_device
 from wands.variants import Expert
 
+_log = logging.getLogger(__name__)
+
+NO_GRADIENT = (
+    "the gradient is 0, so this run changes no weight. A LoRA cannot learn on a model with random weights, whose output layer is "
+    "0; use a model with trained weights, or train all weights."
+)
 NUM_SIGMAS = 10
 """Number of equal ranges of the noise level for which the loss is reported."""
 NUM_RECENT = 50
@@ -63,6 +70,7 @@ class StepLog(Job):
         self._total_steps = training.total_steps
         self._log_every = training.recipe.train.log_every
         self.history: list[tuple[int, float]] = []
+        self._is_first = True
         self.held_out: float | None = None
         self._recent = deque[float](maxlen=NUM_RECENT)
         self._times = (0.0, 0, 0.0)
@@ -105,6 +113,10 @@ class StepLog(Job):
         if self._rows is None:
             return
         row["eta_seconds"] = self._eta(row["seconds"], total_steps - step)
+        if self._is_first and row["loss"]:
+            self._is_first = False
+            if row["grad_norm"] == 0:
+                _log.warning("step %d: %s", step, NO_GRADIENT)
         if row["loss"] and math.isfinite(row["loss"]):  # a step whose samples are all excluded has the loss 0
             self.history.append((step, row["loss"]))
         self._rows.append(to_line(row))

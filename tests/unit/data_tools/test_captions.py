@@ -170,6 +170,22 @@ def test_captions_are_kept_unless_asked(server: Server, clips: Path, tmp_path: P
     assert len(server.requests) == 2 + 3
 
 
+def test_only_clips_that_meet_a_condition_are_captioned(server: Server, clips: Path, tmp_path: Path):
+    table = clips / "measured.csv"
+    table.write_text("video,motion\n0.mp4,0.5\n1.mp4,0.001\n2.mp4,\n")
+    summary, rows = caption(server, clips, tmp_path / "out.csv", table.name, where="motion > 0.01")
+    assert [(Path(row["video"]).name, row["motion"], row["caption"]) for row in rows] == [
+        ("0.mp4", "0.5", SUNSET)
+    ]
+    assert "2 left out by --where" in summary
+    assert len(server.requests) == 1
+    with pytest.raises(DataError, match="none of the 3 clips of SOURCE meets --where motion > 9"):
+        caption(server, clips, tmp_path / "none.csv", table.name, where="motion > 9")
+    with pytest.raises(ConfigError, match="--where names the column sharpness"):
+        caption(server, clips, tmp_path / "none.csv", table.name, where="sharpness > 9")
+    assert not (tmp_path / "none.csv").exists()
+
+
 def test_several_captions_of_each_clip(server: Server, clips: Path, tmp_path: Path):
     table = clips / "one.csv"
     table.write_text("video\n0.mp4\n")

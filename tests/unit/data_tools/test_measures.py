@@ -138,6 +138,19 @@ def test_duplicates_of_duplicates_name_the_first_clip():
     assert measures.find_duplicates(hashes, 0) == {}
 
 
+def test_the_earlier_of_two_equal_shots_is_kept(tmp_path: Path, in_process: list[str]):
+    """The times are compared as numbers: as texts, 10 would come before 2."""
+    film = write_clip(tmp_path / "film.mkv", [texture(0)] * 12 * FPS, fps=FPS)
+    (tmp_path / "list.csv").write_text(f"video,start,end\n{film},2,3\n{film},10,11\n")
+    measures.measure_clips(
+        MeasureOptions(source=str(tmp_path / "list.csv"), out=tmp_path / "out.csv", num_workers=1)
+    )
+    with (tmp_path / "out.csv").open(newline="") as table:
+        rows = {float(row["start"]): row["duplicate_of"] for row in csv.DictReader(table)}
+    assert rows[2.0] == ""
+    assert "@2.000-3.000" in rows[10.0]
+
+
 def test_quantiles_say_how_many_clips_a_threshold_rejects():
     rows = [
         dict(measures.EMPTY),

@@ -62,10 +62,10 @@ def build_log(run: PreparedRun, board: Trackers, start_step: int = 0) -> StepLog
     return StepLog(training=training, model=run.model, schedule=run.schedule, past_losses=[])
 
 
-def finished(run: PreparedRun, number: int, loss: float) -> FinishedStep:
+def finished(run: PreparedRun, number: int, loss: float, norm: float = 1.0) -> FinishedStep:
     """Step `number` of a process that has no samples."""
     nothing = torch.zeros(0, dtype=torch.float64)
-    result = StepResult(loss=torch.tensor(loss), clips=[], errors=nothing, norm=1.0, skipped=False)
+    result = StepResult(loss=torch.tensor(loss), clips=[], errors=nothing, norm=norm, skipped=False)
     return FinishedStep(
         plan=run.schedule.sampler.step_plan(number - 1),
         results=[result],
@@ -122,6 +122,21 @@ def test_curves_and_rows_of_a_resumed_run(tiny_pipeline: Path, tmp_path: Path):
     assert found["train/epoch"][-1] == (4, float(run.schedule.sampler.step_plan(3).epoch))
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "metrics.jsonl")] == series
     assert log.history == series
+
+
+@pytest.mark.parametrize(("norms", "is_warned"), [([0.0, 0.0], True), ([1.0, 0.0], False)])
+def test_a_run_that_changes_no_weight_is_one_warning(
+    norms: list[float],
+    is_warned: bool,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    run = make_run(tiny_pipeline, tmp_path, ("train.max_steps=5",), world_size=1)
+    log = build_log(run, build_trackers(tmp_path, ()))
+    for step, norm in enumerate(norms, start=1):
+        log.run(finished(run, step, loss=1.0, norm=norm))
+    assert caplog.text.count("this run changes no weight") == is_warned
 
 
 def test_time_to_the_end(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

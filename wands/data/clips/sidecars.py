@@ -94,10 +94,15 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
         yield from _reject_unread(root, stems, source)
         for archive in filter(is_tar, map(root.joinpath, files)):
             yield from scan_tar(archive, folder, source)
-        frames = numbered_frames(files) if source.needs_caption else []
+        frames = numbered_frames(files)
         if frames and not any(_sidecar_of(stems[Path(file).stem], source.sidecars) for file in frames):
-            yield _reject_frames(root, frames, folder)
-            files = sorted({*files} - {*frames})
+            video = next((name for name in folders.get(root.parent, []) if _is_video_of(name, root)), None)
+            if video or source.needs_caption:
+                yield _reject_frames(root, frames, folder, video)
+                files = sorted({*files} - {*frames})
+            else:
+                message = "%s: %d numbered images look like the frames of a video, but each counts as a clip"
+                log.warning(message, root, len(frames))
         for file in clip_names(files, kinds=source.files):
             path = root / file
             name = path.relative_to(folder).as_posix()
@@ -136,7 +141,15 @@ def numbered_frames(files: list[str]) -> list[str]:
     return [longest[number] for number in sorted(longest)] if is_video else []
 
 
-def _reject_frames(root: Path, frames: list[str], folder: Path) -> Rejection:
+def _is_video_of(file: str, frames_dir: Path) -> bool:
+    return PurePosixPath(file).stem == frames_dir.name and file.lower().endswith(VIDEO_EXTENSIONS)
+
+
+def _reject_frames(root: Path, frames: list[str], folder: Path, video: str | None) -> Rejection:
+    """Reject the frames in `root`. `video` is the name of the video that was made of them, if there is one."""
+    if video:
+        reason = f"{len(frames):,} images look like the frames of {video}, which is used; move the folder elsewhere"
+        return reject(safe_name(root.relative_to(folder).as_posix()), root, reason)
     first_name = _FRAME.fullmatch(frames[0])
     assert first_name is not None
     prefix, first, extension = first_name.groups()
@@ -173,7 +186,10 @@ def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator
         problem = f"folder cannot be read ({error.strerror}); fix the permissions of the folder"
         unreadable.append(reject(os.path.relpath(error.filename, folder), error.filename, problem))
     if num_hidden:
-        log.warning("%s: skipped %d clips or archives whose names begin with a dot", folder, num_hidden)
+        what = (
+            "clip or archive whose name begins" if num_hidden == 1 else "clips or archives whose names begin"
+        )
+        log.warning("%s: skipped %d %s with a dot", folder, num_hidden, what)
 
 
 def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
@@ -282,7 +298,7 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
             row = lower_names(value)
             value = source.pick_caption(row)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"file {name} cannot be read: {explain_error(error)}") from error
+        raise DataError(f"the caption file cannot be read ({name}): {explain_error(error)}") from error
     return source.check_captions(value, name), row
 
 

@@ -48,15 +48,32 @@ def write_frames(folder: Path, names: list[str]) -> None:
         ([f"frame_{i}.jpg" for i in range(30)], "-start_number 0 -i walk/frame_%d.jpg walk.mp4"),
     ],
 )
-def test_a_folder_of_frames_is_one_line(tmp_path: Path, names: list[str], pattern: str) -> None:
+def test_a_folder_of_frames_is_one_line(
+    tmp_path: Path, names: list[str], pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
     write_frames(tmp_path / "walk", names)
     (tmp_path / "walk.txt").write_text("a man walks")
     (item,) = (item for item in scan(tmp_path) if isinstance(item, Rejection) and item.key != "walk.txt")
     assert f"{len(names)} numbered images without captions look like the frames of a video" in item.reason
     assert pattern in item.reason
-    assert len(scan(tmp_path, needs_caption=False)) >= len(
-        names
-    )  # single images, for example for `wands caption`
+    with caplog.at_level("WARNING"):  # single images, for example for `wands caption`
+        assert len(scan(tmp_path, needs_caption=False)) >= len(names)
+    assert "look like the frames of a video, but each counts as a clip" in caplog.text
+
+
+@pytest.mark.parametrize("needs_caption", [True, False])
+def test_frames_of_a_video_that_was_made_are_not_used(
+    clips_dir: Path, tmp_path: Path, needs_caption: bool
+) -> None:
+    write_frames(tmp_path / "walk", [f"{i:06d}.png" for i in range(1, 25)])
+    shutil.copy(clips_dir / "carphone_pristine.mp4", tmp_path / "walk.MP4")
+    (tmp_path / "walk.txt").write_text("a man walks")
+    record, item = scan(tmp_path, needs_caption=needs_caption)
+    assert isinstance(record, ClipRecord)
+    assert isinstance(item, Rejection)
+    assert (
+        item.reason == "24 images look like the frames of walk.MP4, which is used; move the folder elsewhere"
+    )
 
 
 def test_numbered_images_with_captions_are_images(tmp_path: Path) -> None:

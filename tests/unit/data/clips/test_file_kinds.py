@@ -120,6 +120,6 @@ def test_nested_json_is_one_reason(tmp_path: Path) -> None:
     (_, (line,)) = load_source(str(tmp_path / "t.jsonl"))
     assert (
         rejection.reason
-        == "file a.json cannot be read: brackets are nested too deeply; remove the nested values"
+        == "the caption file cannot be read (a.json): brackets are nested too deeply; remove the nested values"
     )
     assert line.reason == "unreadable line (brackets are nested too deeply); write a JSON object on the line"

@@ -174,8 +174,8 @@ def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
     for key, part in {
         "none": "missing caption; write a caption in none.txt or none.json",
         "empty": "empty caption; write a caption in empty.txt",
-        "latin": "latin.txt cannot be read",
-        "bad": "bad.json cannot be read",
+        "latin": "cannot be read (latin.txt)",
+        "bad": "cannot be read (bad.json)",
         "list": "list.json contains a list, not a JSON object; write an object",
         "nokey": "missing caption; write a caption in nokey.json",
         "number": "caption has the type int, but it must be text",
