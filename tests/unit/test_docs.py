@@ -17,6 +17,7 @@ from wands.checkpoint import resume
 from wands.cli import main
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import shipped_recipes
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS
 from wands.objectives.objective import Loss
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +141,13 @@ def messages(root: Path) -> Iterator[str]:
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
+
+
+def test_every_format_of_clips_is_listed():
+    page = (ROOT / "docs" / "data.md").read_text()
+    assert [
+        extension for extension in CLIP_EXTENSIONS if f"`{extension}`" not in page.replace("a.png", ".png")
+    ] == []
 
 
 def test_the_errors_of_the_troubleshooting_page_exist():
