@@ -92,10 +92,11 @@ train() {
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
     python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
 }
+# The learning rate falls only in the resumed run, which sharpens the samples more than a fall to the end of each run.
 say "4/8 training: deepspeed, processes: $processes, ZeRO-3, packing"
-train training --set train.max_steps="$steps"
-say "5/8 resume: $more more steps from the checkpoint"
-train resumed --set train.max_steps="$((steps + more))" --resume
+train training --set train.max_steps="$steps" --set optim.schedule=constant
+say "5/8 resume: $more more steps from the checkpoint, with a falling learning rate"
+train resumed --set train.max_steps="$((steps + more))" --set optim.schedule=linear --resume
 
 if [ -n "$lora" ]; then
   say "6/8 checkpoint to LoRA files"

@@ -30,7 +30,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
+        make = getattr(value, "_make", type(value))  # of a named tuple
+        return make(map_tensors(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{name: map_tensors(item, change) for name, item in vars(value).items()})
     return value

@@ -58,6 +58,7 @@ def meta_of(layout: ContextLayout) -> PackedMeta:
         chunk_lens=layout.plan.chunk_lens,
         local_seq_lens=layout.local_seq_lens,
         text_lens=ones,
+        visible=layout.plan.visible,
     )
 
 

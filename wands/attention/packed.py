@@ -17,7 +17,7 @@ from torch import Tensor
 from wands.transfer import to_device
 
 ChunkLens = tuple[tuple[int, ...], ...]
-"""Entry [r][s] is the number of tokens of sample s in ring row r."""
+"""Entry [r][u] is the number of tokens of unit u (units.py) in ring row r. A sample of bidirectional training is one unit."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PackedMeta:
     Attributes:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of its sample.
         segment_ids: int64 [L], sample index of each token, ascending.
-        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
+        chunk_lens: entry [r][u] is the number of tokens of unit u in ring row r.
         local_seq_lens: number of local tokens of each sample, without the padding that can follow the last one.
         text_lens: number of text tokens of each sample, without padding.
         timestep_lens: number of local tokens of each timestep. In training, a sample with conditioning tokens has two timesteps:
@@ -98,6 +98,7 @@ class PackedMeta:
             it empty.
         timestep_samples: sample index of each timestep. Empty if `timestep_lens` is empty.
         dropout_keys: 64 random bits for each sample's dropout masks. Empty without dropout.
+        visible: which units see which, see `wands.attention.units.Visible`. Empty: every unit sees itself.
     """
 
     positions: Tensor
@@ -108,6 +109,7 @@ class PackedMeta:
     timestep_lens: tuple[int, ...] = ()
     timestep_samples: tuple[int, ...] = ()
     dropout_keys: tuple[int, ...] = ()
+    visible: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         lens = self.local_seq_lens

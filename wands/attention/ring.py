@@ -7,7 +7,7 @@ Both passes are custom operators, so activation checkpointing sees each as one o
 pass instead of running the ring again. A custom operator takes only tensors, numbers, strings and lists of numbers: the table of
 chunk lengths is passed as one flat list, and process groups by name.
 
-Letters: N tokens of one rank of the ring, H heads, D head dim, R ring degree, S samples. Sources: Liu et al. 2023, "Ring
+Letters: N tokens of one rank of the ring, H heads, D head dim, R ring degree. Sources: Liu et al. 2023, "Ring
 Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention", algorithm 4; the gradient of a key block
 needs the log-sum-exp over all key blocks.
 """
@@ -29,12 +29,13 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from wands.attention.kernels.contract import fp32_or_wider, new_lse
 from wands.attention.kernels.registry import Backend, get_backend
 from wands.attention.layout import ring_rounds
-from wands.attention.packed import ChunkLens, PackedMeta, Segments
+from wands.attention.packed import ChunkLens, PackedMeta
+from wands.attention.units import ALL_ROWS, Piece, Visible, num_pairs, pieces_of
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Self-attention inside each sample, whose tokens are spread over the ranks of a ring.
+    """Self-attention inside each sample, or between its units (units.py). The tokens are spread over the ranks of a ring.
 
     Attributes:
         backend: attention kernel.
@@ -50,15 +51,17 @@ class RingAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
         """Return the output for q, k and v [N, H, D], in q's dtype. Rows after the last sample are padding with output 0.
 
-        Only `meta.chunk_lens` is used.
+        Only `meta.chunk_lens` and `meta.visible` are used.
         """
         degree = len(meta.chunk_lens)
         num_ranks = self.group.size() if self.group else 1
         assert degree == num_ranks, f"chunk_lens has {degree} rows, but the ring has {num_ranks} ranks"
         names = [peers.group_name if peers else "" for peers in (self.group, self.grad_group)]
         lens = [length for row in meta.chunk_lens for length in row]
+        visible = [number for entry in meta.visible for number in entry]
         scale = q.shape[-1] ** -0.5
-        out, _ = torch.ops.wands.ring_forward(q, k, v, lens, degree, *names, self.backend.name, scale)
+        options = lens, degree, visible, *names, self.backend.name, scale
+        out, _ = torch.ops.wands.ring_forward(q, k, v, *options)
         return out
 
 
@@ -69,6 +72,7 @@ def ring_forward(
     v: Tensor,
     lens: Sequence[int],
     degree: int,
+    visible: Sequence[int],
     group: str,
     grad_group: str,
     backend: str,
@@ -76,24 +80,32 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [N, H, D] and the log-sum-exp [H, N] of `RingAttention` for q, k and v [N, H, D].
 
-    `lens` has the number of tokens of each sample on the first rank of the ring, then on the second, and so on. `group` is the
-    name of the ring's process group, empty if `degree` is 1. Only the backward pass uses `grad_group`.
+    `lens` has the number of tokens of each unit on the first rank of the ring, then on the second, and so on. `visible` has three
+    numbers for each entry of `meta.visible`. `group` is the name of the ring's process group, empty if `degree` is 1. Only the
+    backward pass uses `grad_group`.
     """
     chunk_lens = _split_rows(tuple(lens), degree)
+    seen = _triples(tuple(visible))
     kernel = get_backend(backend)
-    if degree == 1:
-        out, lse = kernel.forward(q, k, v, _segments(chunk_lens[0], chunk_lens[0], q.device), scale)
+    if degree == 1 and not seen:
+        [piece] = pieces_of(chunk_lens[0], chunk_lens[0], seen, q.device)
+        out, lse = kernel.forward(q, k, v, piece.segments, scale)
         return out.contiguous(), lse.contiguous()  # some kernels return tensors with the memory layout of q
-    ring = named_group(group)
-    rank = dist.get_rank(ring)
-    rounds = ring_rounds(chunk_lens)
+    ring = named_group(group) if degree > 1 else None
+    rank = dist.get_rank(ring) if ring else 0
+    rounds = ring_rounds(chunk_lens, seen)
     out = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
     lse = new_lse(q)
     block = torch.stack([k, v])
     for step in range(rounds):
-        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # runs parallel to the kernel
-        segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
-        _merge(out, lse, *kernel.forward(q, block[0], block[1], segments, scale))
+        transfer = (
+            _RingTransfer(block, ring) if ring and step + 1 < rounds else None
+        )  # runs parallel to the kernel
+        for queries, keys, segments in pieces_of(
+            chunk_lens[rank], chunk_lens[(rank - step) % degree], seen, q.device
+        ):
+            part = kernel.forward(q[queries], block[0][keys], block[1][keys], segments, scale)
+            _merge(out[queries], lse[:, queries], *part)
         block = transfer.wait() if transfer else block
     return out.to(q.dtype), lse
 
@@ -108,6 +120,7 @@ def ring_backward(
     lse: Tensor,
     lens: Sequence[int],
     degree: int,
+    visible: Sequence[int],
     group: str,
     grad_group: str,
     backend: str,
@@ -120,29 +133,29 @@ def ring_backward(
     finally adds the part that it computed in the first step.
     """
     chunk_lens = _split_rows(tuple(lens), degree)
+    seen = _triples(tuple(visible))
     kernel = get_backend(backend)
-    if degree == 1:
-        segments = _segments(chunk_lens[0], chunk_lens[0], q.device)
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, segments, scale)
+    if degree == 1 and not seen:
+        [piece] = pieces_of(chunk_lens[0], chunk_lens[0], seen, q.device)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, piece.segments, scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    ring = named_group(group)
-    grad_ring = named_group(grad_group)
-    rank = dist.get_rank(ring)
-    rounds = ring_rounds(chunk_lens)
+    ring = named_group(group) if degree > 1 else None
+    grad_ring = named_group(grad_group) if degree > 1 else None
+    rank = dist.get_rank(ring) if ring else 0
+    rounds = ring_rounds(chunk_lens, seen)
     dq = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
     grad_transfer: _RingTransfer | None = None
     for step in range(rounds):
-        transfer = _RingTransfer(block, ring) if step + 1 < rounds else None
-        segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
-        dq_part, *dkv_part = kernel.backward(dout, q, block[0], block[1], out, lse, segments, scale)
-        dq += dq_part
-        dblock = torch.stack(dkv_part).to(fp32_or_wider(q))
+        transfer = _RingTransfer(block, ring) if ring and step + 1 < rounds else None
+        pieces = pieces_of(chunk_lens[rank], chunk_lens[(rank - step) % degree], seen, q.device)
+        dblock = _add_piece_gradients(kernel, pieces, dq, block, (dout, q, out, lse), scale)
         if step == 0:
             own_dblock = dblock  # this rank's summand of the gradient of this rank's block; never sent
         else:
             if grad_transfer:
                 dblock += grad_transfer.wait()
+            assert grad_ring is not None
             grad_transfer = _RingTransfer(dblock, grad_ring)
         block = transfer.wait() if transfer else block
     if grad_transfer:
@@ -150,6 +163,35 @@ def ring_backward(
     dk, dv = own_dblock.unbind()
     # Copy dk and dv, because the results of an operator must not share memory.
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+def _add_piece_gradients(
+    kernel: Backend,
+    pieces: Sequence[Piece],
+    dq: Tensor,
+    block: Tensor,
+    of_queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """Add the gradient of q that comes from a block of keys and values [2, N, H, D] to `dq`. Return the gradient of the block.
+
+    `of_queries` is (dout, q, out, lse). The result has the dtype of `dq`.
+    """
+    dout, q, out, lse = of_queries
+    dblock = None
+    for rows, keys, segments in pieces:
+        of_rows = q[rows], block[0][keys], block[1][keys], out[rows], lse[:, rows]
+        dq_part, *dkv_part = kernel.backward(dout[rows], *of_rows, segments, scale)
+        dq[rows] += dq_part
+        if keys == ALL_ROWS:
+            return torch.stack(dkv_part).to(dq.dtype)
+        dblock = dq.new_zeros(block.shape) if dblock is None else dblock
+        for total, part in zip(dblock, dkv_part, strict=True):
+            if isinstance(keys, slice):
+                total[keys] += part
+            else:  # copies of keys
+                total.index_add_(0, keys, part.to(total.dtype))
+    return dq.new_zeros(block.shape) if dblock is None else dblock
 
 
 def named_group(name: str) -> dist.ProcessGroup:
@@ -190,12 +232,13 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 @lru_cache(maxsize=256)
 def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
-    num_samples = len(lens) // degree
-    return tuple(lens[row * num_samples : (row + 1) * num_samples] for row in range(degree))
+    num_units = len(lens) // degree
+    return tuple(lens[row * num_units : (row + 1) * num_units] for row in range(degree))
 
 
-# All layers use the same segments, so the lengths are copied to the device only once.
-_segments = lru_cache(maxsize=512)(Segments.build)
+@lru_cache(maxsize=256)
+def _triples(numbers: tuple[int, ...]) -> Visible:
+    return tuple(zip(*(iter(numbers),) * 3, strict=True))
 
 
 @ring_forward.register_fake
@@ -208,14 +251,17 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, rank: int) -> int:
+def attention_flops(
+    q_shape: Sequence[int], lens: Sequence[int], degree: int, visible: Sequence[int], rank: int
+) -> int:
     """Return the FLOPs of `ring_forward` on one rank of a ring.
 
     They are two matmuls, the scores and the weighted sum of the values. `q_shape` is (tokens, heads, head dim). Each query
-    attends to all keys of its sample, on all ranks. `lens` is as in `ring_forward`.
+    attends to all keys that its unit sees, on all ranks. `lens` and `visible` are as in `ring_forward`.
     """
     rows = _split_rows(tuple(lens), degree)
-    pairs = sum(own * sum(keys) for own, keys in zip(rows[rank], zip(*rows, strict=True), strict=True))
+    of_all = [sum(keys) for keys in zip(*rows, strict=True)]
+    pairs = num_pairs(rows[rank], of_all, _triples(tuple(visible)))
     return 4 * pairs * q_shape[1] * q_shape[2]
 
 
@@ -224,9 +270,9 @@ BACKWARD_FLOPS = 2.5
 
 
 @register_flop_formula(torch.ops.wands.ring_forward)
-def _(q: Any, k: Any, v: Any, lens: Any, degree: int, group: str, *_: Any, **__: Any) -> int:
+def _(q: Any, k: Any, v: Any, lens: Any, degree: int, visible: Any, group: str, *_: Any, **__: Any) -> int:
     rank = dist.get_rank(named_group(group)) if degree > 1 else 0
-    return attention_flops(q, lens, degree, rank)
+    return attention_flops(q, lens, degree, visible, rank)
 
 
 @register_flop_formula(torch.ops.wands.ring_backward)

@@ -25,7 +25,7 @@ from wands.data.datasets import open_data
 from wands.errors import CacheError, ConfigError
 from wands.files import write_text
 from wands.model.files.hub import published_name
-from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.causal import objective_of
 from wands.objectives.objective import ClipFacts
 from wands.planning.cluster import Cluster, choose_cluster
 from wands.planning.hardware import MACHINES, Machine, has_fp8, with_measurements
@@ -82,7 +82,7 @@ def plan(options: PlanOptions) -> str:
     plugin = load_plugins(options.imports)
     model = find_model(recipe, options.variant, plugin.conditions)
     _, variant, experts = model
-    objective = plugin.objective or FlowMatching()
+    objective = plugin.objective or objective_of(recipe)
     objective.setup(recipe, variant)
     costs = objective.costs(_clips(recipe, variant, options))
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)

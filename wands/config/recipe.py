@@ -483,6 +483,57 @@ class FlowConfig(StrictModel):
         return self.min_timestep / 1000, self.max_timestep / 1000
 
 
+class ObjectiveConfig(StrictModel):
+    """Task that the model learns. The causal objectives turn Wan into a model that makes a video chunk by chunk: a chunk
+    of latent frames attends to itself and to earlier chunks, and every chunk has its own noise level. A latent frame stands for
+    4 frames of the video, except the first, which stands for 1.
+    """
+
+    name: Literal["flow_matching", "teacher_forcing", "diffusion_forcing"] = "flow_matching"
+    """`flow_matching`: all frames of a clip attend to each other and have one noise level, as in Wan. `teacher_forcing`: a
+    noisy chunk attends to itself and to the earlier chunks without noise, which are added to the sequence. `diffusion_forcing`:
+    a noisy chunk attends to itself and to the earlier chunks with their noise."""
+    chunk_frames: int = Field(default=3, gt=0)
+    """Latent frames of a chunk. The last chunk of a clip may be shorter."""
+    independent_first_frame: bool = False
+    """Whether the first latent frame alone is the first chunk, as for videos that start from an image."""
+    window_frames: int | None = Field(default=None, gt=0)
+    """A chunk attends only to the chunks that lie whole in this number of latent frames before it. If this key is unset, it
+    attends to all earlier chunks."""
+    sink_frames: int = Field(default=0, ge=0)
+    """With `window_frames`, a chunk also attends to the chunks that lie whole in this number of latent frames at the start of the
+    clip."""
+    context_noise: float = Field(default=0.0, ge=0, lt=1)
+    """Noise level of the earlier chunks in `teacher_forcing`. A small value, such as 0.1, makes the model robust to its
+    own mistakes in long videos."""
+    stratify_chunks: bool = False
+    """Whether the noise levels of a clip's chunks are spread evenly over the distribution of the section `flow`. Otherwise they
+    are independent."""
+
+    @model_validator(mode="after")
+    def _check_use(self) -> ObjectiveConfig:
+        changed = [
+            key for key in self.model_fields_set - {"name"} if getattr(self, key) != _default(self, key)
+        ]
+        if self.name == "flow_matching" and changed:
+            raise ValueError(
+                f"{', '.join(sorted(changed))} needs a causal objective; set objective.name to teacher_forcing or "
+                "diffusion_forcing"
+            )
+        if self.sink_frames and self.window_frames is None:
+            raise ValueError("sink_frames needs window_frames; set window_frames, or remove sink_frames")
+        if self.context_noise and self.name == "diffusion_forcing":
+            raise ValueError(
+                "context_noise is for teacher_forcing, because earlier chunks have noise in diffusion_forcing; remove "
+                "context_noise"
+            )
+        return self
+
+
+def _default(section: BaseModel, key: str) -> Any:
+    return type(section).model_fields[key].default
+
+
 class LossConfig(StrictModel):
     """Rule that combines the squared errors of a step into one loss."""
 
@@ -764,6 +815,7 @@ class Recipe(StrictModel):
     parallel: ParallelConfig = ParallelConfig()
     attention: AttentionConfig = AttentionConfig()
     flow: FlowConfig = FlowConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     precision: PrecisionConfig = PrecisionConfig()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
+from wands.attention.units import UnitRule
 from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import (
     Channels,
@@ -197,22 +198,17 @@ class PackedBatch(BinSamples):
     def _meta(self, layout: ContextLayout) -> PackedMeta:
         # (frame, row, column) of each token, in the order of `patchify`
         positions = torch.cat([torch.cartesian_prod(*map(torch.arange, grid)) for grid in self.grid_sizes])
-        timestep_lens: list[int] = []
-        timestep_samples: list[int] = []
-        pairs = zip(layout.token_ranges, self.num_cond_tokens, strict=True)
-        for sample, ((start, stop), num_cond) in enumerate(pairs):
-            local_cond = max(min(stop, num_cond) - start, 0)
-            timestep_lens += [local_cond, stop - start - local_cond] if num_cond else [stop - start]
-            timestep_samples += [sample, sample] if num_cond else [sample]
+        parts = layout.timestep_parts(self.num_cond_tokens)
         return PackedMeta(
             positions=positions[layout.token_index.clamp(min=0)],
             segment_ids=layout.segment_ids,
             chunk_lens=layout.plan.chunk_lens,
             local_seq_lens=layout.local_seq_lens,
             text_lens=self.text_lens,
-            timestep_lens=tuple(timestep_lens),
-            timestep_samples=tuple(timestep_samples),
+            timestep_lens=tuple(part.num_tokens for part in parts),
+            timestep_samples=tuple(part.sample for part in parts),
             dropout_keys=self.dropout_keys,
+            visible=layout.plan.visible,
         )
 
 
@@ -225,6 +221,7 @@ class PackingCollator:
         conditions: conditions of the model (`wands.conditions.published.conditions_of`). None for a text-to-video model.
         has_dropout: whether to draw a dropout key for each sample.
         drops_captions: whether to replace captions and other conditions at random by absent ones. False in an evaluation.
+        unit_rule: function from a sample's token grid to its units. None: every sample is one unit.
     """
 
     shape: DiTShape
@@ -234,6 +231,7 @@ class PackingCollator:
     conditions: Sequence[Condition] | None = None
     has_dropout: bool = False
     drops_captions: bool = True
+    unit_rule: UnitRule | None = None
 
     def __post_init__(self) -> None:
         if self.conditions is None:

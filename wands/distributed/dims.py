@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from wands.attention.layout import ContextLayout
+from wands.attention.units import Unit
 from wands.config.recipe import ParallelConfig
 from wands.errors import ConfigError
 
@@ -65,10 +66,14 @@ class ParallelDims:
         """Whether this rank is the first of the ranks that share its bin."""
         return self.cp_rank == 0 and self.tensor_rank == 0
 
-    def layout(self, seq_lens: Sequence[int]) -> ContextLayout:
-        """Return the tokens of a bin on this rank. `seq_lens` is the number of tokens of each sample."""
+    def layout(self, seq_lens: Sequence[int], units: Sequence[Sequence[Unit]] | None = None) -> ContextLayout:
+        """Return the tokens of a bin on this rank. `seq_lens` is the number of tokens of each sample, `units` are its units."""
         return ContextLayout.build(
-            seq_lens, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, cp_rank=self.cp_rank
+            seq_lens,
+            ulysses_degree=self.ulysses_degree,
+            ring_degree=self.ring_degree,
+            cp_rank=self.cp_rank,
+            units=units,
         )
 
 

@@ -34,7 +34,8 @@ def philox(*parts: int | str) -> np.random.Generator:
 def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
     """Return a new generator for one use of a sample. Generators for different purposes are independent.
 
-    `purpose` is "noise", "sigma", "sigma_start", "first_frame", "cfg_dropout" or "dropout".
+    `purpose` is "noise", "context_noise", "sigma", "sigma_start", "first_frame", "cfg_dropout" or "dropout". For the noise level
+    of a later chunk of the sample, it is "sigma_1", "sigma_start_1" and so on.
     """
     return philox(seed, key.sample_id, key.repeat_index, key.epoch, purpose)
 

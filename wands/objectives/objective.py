@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from wands.attention.units import UnitRule
 from wands.config.recipe import Recipe
 from wands.data.collate import RankSlice
 from wands.distributed.engine_protocol import Engines
@@ -95,11 +96,14 @@ class Objective(ABC):
         name: name in checkpoints. A run can be resumed only with an objective of the same name and version.
         version: raise it if a resumed run would continue with another meaning of the same state.
         forwards: forward passes of `loss` for one bin.
+        unit_rule: function from the token grid of a clip to its units, see `wands.attention.units`. None: a clip is one unit,
+            whose tokens see each other.
     """
 
     name: str
     version: int = 1
     forwards: Forwards = Forwards()
+    unit_rule: UnitRule | None = None
 
     def setup(self, recipe: Recipe, variant: Variant) -> None:  # noqa: B027
         """Take settings from the recipe, once, before anything is planned.

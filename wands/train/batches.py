@@ -150,10 +150,12 @@ def read_rows_of_bin(
     """
     patch = collator.shape.patch_size
     grids = [grid_size(data.latent_shape(i), patch) for data, i in rows]
-    lens = [math.prod(grid) for grid in grids] or [1]  # the collator pads an empty bin with one token
-    layout = dims.layout(lens)
+    padded_grids = grids or [(1, 1, 1)]  # the collator pads an empty bin with one token
+    lens = [math.prod(grid) for grid in padded_grids]
+    layout = dims.layout(lens, [*map(collator.unit_rule, padded_grids)] if collator.unit_rule else None)
     samples = []
-    for (data, i), length, size, tokens in zip(rows, lens, grids, layout.token_ranges, strict=False):
+    for number, ((data, i), length, size) in enumerate(zip(rows, lens, grids, strict=False)):
+        tokens = layout.clip_range(number)
         frames = frames_of_tokens(tokens, size, patch)
         samples.append(data.read(i, None if tokens == (0, length) else frames))
     names = [sample.sample_id for sample in samples]

@@ -33,7 +33,7 @@ from wands.model.files.hashes import find_changed_files
 from wands.model.files.hub import fetch_model, is_downloaded, published_name
 from wands.model.files.loading import check_weights
 from wands.model.quantized import load_library
-from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.causal import objective_of
 from wands.objectives.objective import Objective
 from wands.planning.weights import list_weights, read_model
 from wands.plugin import Plugin
@@ -152,7 +152,7 @@ def prepare_run(
     """
     problems = problems or Problems()
     plugin = plugin or Plugin()
-    objective = plugin.objective or FlowMatching()
+    objective = plugin.objective or objective_of(recipe)
     device_type = device_type or accelerator_type()
     per_node = world_size or ranks_per_node()
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
@@ -168,7 +168,7 @@ def prepare_run(
     variant = model.variant
     degrees = _choose_degrees(recipe, variant, per_node, problems)
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
-    check("objective", lambda: objective.setup(recipe, variant), "model files", "flow", "loss", "train")
+    check("objective", lambda: _set_up(plugin, objective, recipe, variant), *_OBJECTIVE_SECTIONS)
     fingerprint = partial(encoders, recipe.model.path) if model.has_files else dict
     data = _open_data(recipe, variant, fingerprint, problems)
     _check_data(recipe, data, variant, dp_size, device_type, problems)
@@ -177,7 +177,7 @@ def prepare_run(
     samples = check("samples", plan_samples, "model files", "sample")
     problems.raise_all()
     identity = DataIdentity.of(recipe, data, data.num_tokens(model.shape.patch_size))
-    collator = _build_collator(recipe, variant, data)
+    collator = _build_collator(recipe, variant, data, objective)
     schedule = _plan(recipe, data, model, objective, collator)
     schedule, data_change = _follow(schedule, recipe, data, checkpoint, identity.fingerprint)
     return PreparedRun(
@@ -197,6 +197,18 @@ def prepare_run(
         samples=samples,
         data_change=data_change,
     )
+
+
+_OBJECTIVE_SECTIONS = "model files", "flow", "objective", "loss", "train"
+
+
+def _set_up(plugin: Plugin, objective: Objective, recipe: Recipe, variant: Variant) -> None:
+    if plugin.objective and recipe.objective.name != "flow_matching":
+        raise ConfigError(
+            f"objective.name={recipe.objective.name}, but the run has the objective {objective.name} of outside code; remove one "
+            "of them."
+        )
+    objective.setup(recipe, variant)
 
 
 def settle_length(recipe: Recipe, total_steps: int) -> Recipe:
@@ -320,7 +332,7 @@ def _open_held_out(
     return held_out
 
 
-def _build_collator(recipe: Recipe, variant: Variant, data: Dataset) -> PackingCollator:
+def _build_collator(recipe: Recipe, variant: Variant, data: Dataset, objective: Objective) -> PackingCollator:
     return PackingCollator(
         shape=variant.dit,
         flow=recipe.flow,
@@ -328,6 +340,7 @@ def _build_collator(recipe: Recipe, variant: Variant, data: Dataset) -> PackingC
         null_text_embeds=data.null_text_embeds,
         conditions=conditions_of(variant),
         has_dropout=recipe.uses_dropout,
+        unit_rule=objective.unit_rule,
     )
 
 

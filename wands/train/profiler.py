@@ -204,7 +204,7 @@ def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
     shapes: Any = event.input_shapes  # torch declares the shape of one input
     values = event.concrete_inputs
     if event.name == "wands::ring_forward":
-        return attention_flops(shapes[0], values[3], values[4], ring_rank)
+        return attention_flops(shapes[0], values[3], values[4], values[5], ring_rank)
     if event.name == "wands::ring_backward":
-        return BACKWARD_FLOPS * attention_flops(shapes[1], values[6], values[7], ring_rank)
+        return BACKWARD_FLOPS * attention_flops(shapes[1], values[6], values[7], values[8], ring_rank)
     return 0

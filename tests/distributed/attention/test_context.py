@@ -340,13 +340,14 @@ def test_compile_does_not_lose_the_gradient(grid: tuple[int, int], run_world):
             assert a.any()
 
 
+@pytest.mark.parametrize("visible", [[], [0, 0, 1, 1, 0, 2]], ids=["samples", "units"])
 @pytest.mark.parametrize("layout", ["contiguous", "heads first"])
-def test_the_operators_keep_pytorchs_rules_for_operators(layout: str):
+def test_the_operators_keep_pytorchs_rules_for_operators(layout: str, visible: list[int]):
     """Schema, fake tensors and autograd registration, as torch.library checks them, on a ring of one."""
     q, k, v, dout = make_inputs((5, 3), torch.float64)
     if layout == "heads first":  # in memory
         q, k, v, dout = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, dout))
-    plan = ([5, 3], 1, "", "", "cpu", 0.3)
+    plan = ([5, 3], 1, visible, "", "", "cpu", 0.3)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(ring.ring_forward, (*leaves, *plan))
     out, lse = torch.ops.wands.ring_forward(q, k, v, *plan)
@@ -373,4 +374,6 @@ def test_the_exchanges_keep_them_too(run_world):
 def test_rows_of_another_ring_are_a_programmer_mistake():
     q = torch.zeros(4, 1, 8)
     with pytest.raises(AssertionError, match="chunk_lens has 2 rows, but the ring has 1 ranks"):
-        ring.RingAttention(backends.BACKENDS["cpu"])(q, q, q, SimpleNamespace(chunk_lens=((4,), (4,))))
+        ring.RingAttention(backends.BACKENDS["cpu"])(
+            q, q, q, SimpleNamespace(chunk_lens=((4,), (4,)), visible=())
+        )

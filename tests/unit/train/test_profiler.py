@@ -22,12 +22,17 @@ from wands.train import profiler
 from wands.train.profiler import format_scopes, memory_snapshots, profiled_steps
 
 
-def test_pytorch_counts_self_attention():
+@pytest.mark.parametrize(
+    ("visible", "pairs"), [((), 10 * 10 + 14 * 14), (((0, 0, 1), (1, 0, 2)), 10 * 10 + 14 * 24)]
+)
+def test_pytorch_counts_self_attention(visible: tuple[tuple[int, int, int], ...], pairs: int):
     q = torch.randn(24, 2, 32, requires_grad=True)
     backend = choose_backend("auto", "cpu", torch.float32, 32)
     with FlopCounterMode(display=False) as counter:
-        RingAttention(backend)(q, q, q, SimpleNamespace(chunk_lens=((10, 14),))).sum().backward()
-    forward = 4 * 2 * 32 * (10 * 10 + 14 * 14)
+        RingAttention(backend)(
+            q, q, q, SimpleNamespace(chunk_lens=((10, 14),), visible=visible)
+        ).sum().backward()
+    forward = 4 * 2 * 32 * pairs
     flops = {str(op): number for op, number in counter.get_flop_counts()["Global"].items()}
     assert flops == {"wands.ring_forward": forward, "wands.ring_backward": 2.5 * forward}
 
@@ -35,7 +40,7 @@ def test_pytorch_counts_self_attention():
 def test_the_ranks_of_a_ring_share_the_flops():
     lens = ((3, 5), (4, 0), (1, 7))
     flat = [length for row in lens for length in row]
-    shares = [attention_flops((8, 2, 32), flat, 3, rank) for rank in range(3)]
+    shares = [attention_flops((8, 2, 32), flat, 3, [], rank) for rank in range(3)]
     assert sum(shares) == 4 * 2 * 32 * (8 * 8 + 12 * 12)
     assert shares[1] == 4 * 2 * 32 * 4 * 8
 
