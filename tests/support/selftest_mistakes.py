@@ -151,7 +151,7 @@ def attention_across_samples(patch: Patch) -> None:
 
         def attend_to_all_samples(q: Any, k: Any, v: Any, meta: Any) -> torch.Tensor:
             chunk_lens = tuple((sum(row),) for row in meta.chunk_lens)
-            return attention(q, k, v, type("Meta", (), {"chunk_lens": chunk_lens})())
+            return attention(q, k, v, type("Meta", (), {"chunk_lens": chunk_lens, "visible": ()})())
 
         return attend_to_all_samples
 

@@ -229,6 +229,15 @@ class ContextLayout:
                 number += 1
         return parts
 
+    def loss_units(self, num_given: Sequence[int] = ()) -> list[tuple[int, int, Unit]]:
+        """Return (sample, index in the bin, unit) of each unit that has a loss. `num_given` is as in `timestep_parts`."""
+        owners = [(sample, unit) for sample, units in enumerate(self.samples) for unit in units]
+        return [
+            (sample, number, unit)
+            for number, (sample, unit) in enumerate(owners)
+            if not unit.is_context and unit.stop > (num_given[sample] if num_given else 0)
+        ]
+
     def clip_range(self, sample: int) -> tuple[int, int]:
         """Return the smallest (start, stop) with all local tokens of a sample's clip; (0, 0) if there are none."""
         first = sum(map(len, self.samples[:sample]))

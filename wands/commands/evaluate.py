@@ -21,7 +21,7 @@ from wands.errors import CheckpointError, ConfigError
 from wands.files import write_text
 from wands.plugin import load_plugins
 from wands.texts import plural
-from wands.train.evaluation import Row, measure, summarize
+from wands.train.evaluation import Row, SampleLoss, measure, summarize
 from wands.train.evaluation_plan import HELD_OUT, EvaluationPlan, plan_cache
 from wands.train.prepare import prepare_run
 from wands.train.prepared_run import PreparedRun
@@ -59,7 +59,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
     backend = attention_backend(run.recipe, run.model.shape.head_dim, device)
     plan = plan_cache(run, options.max_clips)
     samples_of = partial(plan.samples, variant=run.model.variant, data=run.data, held_out=run.data)
-    losses: list[float] = []
+    losses: list[SampleLoss] = []
     for expert in run.model.experts:  # one after the other: only one needs memory
         model = build_model(
             run.recipe,

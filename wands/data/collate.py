@@ -1,8 +1,8 @@
 """Collate samples into a packed batch, and slice the batch for each rank.
 
-Letters: T tokens of a bin, L tokens of a rank, S samples of a bin, P channels of a token, P' conditioning channels of a token, D
-width of the text encoder, I CLIP tokens of a sample's images, E width of CLIP, C latent channels, (f, h, w) latent frames, rows
-and columns.
+Letters: T tokens of a bin, L tokens of a rank, S samples of a bin, E entries of its loss, P channels of a token, P' conditioning
+channels of a token, D width of the text encoder, I CLIP tokens of a sample's images, E' width of CLIP, C latent channels, (f, h,
+w) latent frames, rows and columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class BinSamples:
         weights: fp32 [S], factor of each sample's loss.
         num_cond_tokens: for each sample, number of tokens of the first frame, over all ranks, if the model gets it without noise
             (TI2V). Otherwise 0.
-        image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
+        image_embeds: [S, I, E'], CLIP hidden states of the conditioning frames. None for models without CLIP.
     """
 
     text_embeds: Tensor
@@ -81,6 +81,20 @@ class BinSamples:
     weights: Tensor
     num_cond_tokens: tuple[int, ...]
     image_embeds: Tensor | None = None
+
+
+class LossEntry(NamedTuple):
+    """Tokens whose errors are added up: a sample, or in causal training one of its chunks.
+
+    Attributes:
+        sample: index of the sample.
+        chunk: number of the chunk; None for a sample without chunks.
+        trained_len: sum of the token weights, on all ranks together; 1e-30 instead of 0.
+    """
+
+    sample: int
+    chunk: int | None
+    trained_len: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +105,8 @@ class RankSlice(BinSamples):
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
         token_weights: fp32 [L], weight of each token in the loss; 1 for samples without a mask.
         trained_lens: see `PackedBatch.trained_lens`.
+        entries: parts of the bin whose errors are added up and logged.
+        entry_weights: fp32 [E], `weights` of the sample of each entry.
         layout: indices of the batch's tokens that this rank holds.
         condition_channels: fp32 [L, P'], appended to the channels of the noisy tokens. None for models without them.
     """
@@ -99,6 +115,8 @@ class RankSlice(BinSamples):
     meta: PackedMeta
     token_weights: Tensor
     trained_lens: tuple[float, ...]
+    entries: tuple[LossEntry, ...]
+    entry_weights: Tensor
     layout: ContextLayout
     condition_channels: Tensor | None = None
 
@@ -182,6 +200,8 @@ class PackedBatch(BinSamples):
         is_padding = layout.token_index < 0
         index = layout.token_index.clamp(min=0)
 
+        entries = self._entries(layout)
+
         def local(rows: Tensor) -> Tensor:
             return rows[index].masked_fill_(is_padding.unsqueeze(1), 0.0)
 
@@ -191,9 +211,24 @@ class PackedBatch(BinSamples):
             meta=self._meta(layout),
             token_weights=self.token_weights[index],
             trained_lens=self.trained_lens,
+            entries=entries,
+            entry_weights=self.weights[[entry.sample for entry in entries]],
             layout=layout,
             condition_channels=None if self.condition_channels is None else local(self.condition_channels),
         )
+
+    def _entries(self, layout: ContextLayout) -> tuple[LossEntry, ...]:
+        trained_lens = self.trained_lens
+        starts = self.cu_seqlens.tolist()
+        entries = []
+        for sample, _, unit in layout.loss_units(self.num_cond_tokens):
+            if len(layout.samples[sample]) == 1:
+                entries.append(LossEntry(sample, None, trained_lens[sample]))
+                continue
+            first = max(unit.start, self.num_cond_tokens[sample])
+            rows = self.token_weights[starts[sample] + first : starts[sample] + unit.stop]
+            entries.append(LossEntry(sample, unit.chunk, max(float(rows.double().sum()), 1e-30)))
+        return tuple(entries)
 
     def _meta(self, layout: ContextLayout) -> PackedMeta:
         # (frame, row, column) of each token, in the order of `patchify`

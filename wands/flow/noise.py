@@ -1,6 +1,6 @@
 """Add noise to clean tokens: compute the model input and the target velocity.
 
-Letters: L local tokens, S samples, U units, M timesteps, P channels of a token.
+Letters: L local tokens, S samples, E entries of the loss, M timesteps, P channels of a token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NoisyBatch:
     Attributes:
         tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
         target: fp32 [L, P], the velocity (noise - x0).
-        sigmas: fp32 [S], noise level of each sample, or of its first chunk.
-        unit_sigmas: fp32 [U], noise level of each unit.
+        sigmas: fp32 [E], noise level of each entry of `RankSlice.entries`.
+        entry_ids: int64 [L], index of the entry of each token that has a loss.
         timesteps: fp32 [M], 1000 * sigma for each entry of `ContextLayout.timestep_parts`. Do not cast to bf16, which would round
             997 to 996.
         trained: slice or int64 indices of the tokens in the loss: all except conditioning tokens, context and padding.
@@ -38,7 +38,7 @@ class NoisyBatch:
     tokens: Tensor
     target: Tensor
     sigmas: Tensor
-    unit_sigmas: Tensor
+    entry_ids: Tensor
     timesteps: Tensor
     trained: slice | Tensor
 
@@ -111,6 +111,7 @@ def mix_noise(
     trained: slice | Tensor = slice(layout.num_valid)
     if any(num_cond_tokens) or any(unit.is_context for unit, _ in units):
         trained = is_free[: layout.num_valid].nonzero().squeeze(1)
+    entry_units = [number for _, number, _ in layout.loss_units(num_cond_tokens)]
     parts = layout.timestep_parts(num_cond_tokens)
     of_units = unit_sigmas[[part.unit for part in parts]] * NUM_TRAIN_TIMESTEPS
     timesteps = of_units.masked_fill(torch.tensor([part.is_given for part in parts]), 0.0)
@@ -118,8 +119,8 @@ def mix_noise(
     return NoisyBatch(
         tokens=noisy,
         target=noise - clean,
-        sigmas=torch.tensor([of_sample[0] for of_sample in sigmas], dtype=torch.float32),
-        unit_sigmas=unit_sigmas,
+        sigmas=unit_sigmas[entry_units],
+        entry_ids=torch.searchsorted(torch.tensor(entry_units), layout.unit_ids),
         timesteps=timesteps,
         trained=trained,
     )

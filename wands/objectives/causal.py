@@ -1,7 +1,4 @@
-"""Causal objectives: a model that makes a video chunk by chunk. Chunks of frames have their own noise levels.
-
-Letters: S samples of a bin, U units, L tokens of a rank.
-"""
+"""Causal objectives: a model that makes a video chunk by chunk. Chunks of frames have their own noise levels."""
 
 from __future__ import annotations
 
@@ -10,19 +7,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from wands.attention.units import Unit, UnitRule, join_visible, num_pairs
 from wands.config.recipe import Recipe
 from wands.data.collate import RankSlice
 from wands.errors import ConfigError
-from wands.flow.loss import loss_weights, weighted_sum
 from wands.flow.noise import NoisyBatch, draw_chunk_sigmas, mix_noise
-from wands.flow.sigmas import sigma_weight, with_clip_shift
+from wands.flow.sigmas import with_clip_shift
 from wands.objectives.chunks import diffusion_forcing_units, teacher_forcing_units
 from wands.objectives.flow_matching import FlowMatching
-from wands.objectives.objective import ClipCosts, ClipFacts, Loss
+from wands.objectives.objective import ClipCosts, ClipFacts
 from wands.variants import Expert, Variant
 
 
@@ -76,15 +70,6 @@ class CausalFlowMatching(FlowMatching):
             num_cond_tokens=part.num_cond_tokens,
             context_noise=self.config.context_noise,
         )
-
-    def weighted_sum(self, token_errors: Tensor, part: RankSlice, noisy: NoisyBatch) -> Loss:
-        rows = noisy.trained
-        ids = part.meta.segment_ids[rows]
-        of_units = sigma_weight(noisy.unit_sigmas, self.flow)[part.layout.unit_ids[rows]]
-        weights = loss_weights(part.trained_lens, part.weights, torch.ones_like(noisy.sigmas), self.reduction)
-        _, errors = weighted_sum(token_errors, ids, weights, part.token_weights[rows])
-        total, _ = weighted_sum(token_errors, ids, weights, part.token_weights[rows] * of_units)
-        return Loss(total, errors)
 
 
 class TeacherForcing(CausalFlowMatching):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wands.config.recipe import Recipe
@@ -70,8 +71,9 @@ class FlowMatching(Objective):
         """Return the sum of the errors of the tokens `noisy.trained`, with the weights of masks, samples and noise levels."""
         rows = noisy.trained
         of_sigmas = sigma_weight(noisy.sigmas, self.flow)
-        weights = loss_weights(part.trained_lens, part.weights, of_sigmas, self.reduction)
-        ids = part.meta.segment_ids[rows]
+        lens = [part.trained_lens[entry.sample] for entry in part.entries]
+        weights = loss_weights(lens, part.entry_weights, of_sigmas, self.reduction)
+        ids = noisy.entry_ids[rows]
         total, errors = weighted_sum(token_errors, ids, weights, part.token_weights[rows])
         return Loss(total, errors)
 
@@ -80,7 +82,8 @@ class FlowMatching(Objective):
         prediction = model(**part.model_inputs(noisy.tokens, noisy.timesteps))
         rows = noisy.trained
         errors = self.token_errors(prediction[rows].double(), noisy.target[rows].double())
-        return weighted_sum(errors, part.meta.segment_ids[rows], part.weights, part.token_weights[rows])[1]
+        ones = torch.ones(len(part.entries), device=errors.device)
+        return weighted_sum(errors, noisy.entry_ids[rows], ones, part.token_weights[rows])[1]
 
     def token_errors(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Return the error of each token, [L], of a prediction [L, P] in any float dtype and a target [L, P] in fp32 or fp64."""

@@ -1,6 +1,6 @@
 """Interface of an objective: inputs and targets of a step, its loss, its held-out loss, and facts for the planner.
 
-Letters: N clips of the data, S samples of a bin, L tokens of a rank.
+Letters: N clips of the data, E entries of `RankSlice.entries` (one for each sample, without chunks), L tokens of a rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Prepared(Protocol):
 
     @property
     def sigmas(self) -> Tensor:
-        """Noise level of each sample, fp32 [S], for the log."""
+        """Noise level of each entry of `RankSlice.entries`, fp32 [E], for the log."""
 
 
 class Loss(NamedTuple):
@@ -77,8 +77,8 @@ class Loss(NamedTuple):
 
     Attributes:
         total: weighted sum over this rank's tokens, a scalar with gradient. wands divides it by `Schedule.denominator`.
-        errors: [S] without gradient, the sum of (error * token weight) over this rank's tokens of each sample. The sum over the
-            context-parallel group, divided by `RankSlice.trained_lens`, is the sample's error in the logs.
+        errors: [E] without gradient, the sum of (error * token weight) over this rank's tokens of each entry. The sum over the
+            context-parallel group, divided by `LossEntry.trained_len`, is the entry's error in the logs.
     """
 
     total: Tensor

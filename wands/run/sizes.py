@@ -17,7 +17,7 @@ from wands.planning.workload import Workload
 from wands.run.run_model import RunModel
 from wands.run.schedule import Schedule
 from wands.sampling.requests import SampleRequest
-from wands.variants import TEXT_LEN
+from wands.variants import TEXT_LEN, DiTShape
 
 
 def step_flops(model: RunModel, schedule: Schedule, bins: Sequence[Sequence[int]]) -> int:
@@ -30,17 +30,20 @@ def step_flops(model: RunModel, schedule: Schedule, bins: Sequence[Sequence[int]
     forward = 0
     pairs = 0
     for bin in bins:
-        tokens = [int(costs.tokens[i]) for i in bin]
-        squares = sum(length * length for length in tokens)
         own_pairs = sum(int(costs.pairs[i]) for i in bin)
-        attention = model.shape.attention_flops_per_squared_token()
-        forward += model.shape.forward_flops(tokens) + (own_pairs - squares) * attention
+        forward += forward_flops(model.shape, [int(costs.tokens[i]) for i in bin], own_pairs)
         pairs += own_pairs
     linear = forward - pairs * model.shape.attention_flops_per_squared_token()
     frozen = 1.0 - min(model.num_trained / model.shape.num_params, 1.0)
     with_gradient, without_gradient = schedule.objective.forwards
     of_dit = with_gradient * (3 * forward - round(frozen * linear)) + without_gradient * forward
     return len(model.experts) * of_dit
+
+
+def forward_flops(shape: DiTShape, tokens: Sequence[int], pairs: int) -> int:
+    """Return the matmul FLOPs of a forward pass of clips with these numbers of tokens, and of attention pairs together."""
+    squares = sum(length * length for length in tokens)
+    return shape.forward_flops(tokens) + (pairs - squares) * shape.attention_flops_per_squared_token()
 
 
 def objective_load(objective: Objective, costs: ClipCosts) -> dict[str, Any]:

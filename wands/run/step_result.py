@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from wands.flow.rng import SampleKey
+
+
+class TrainedClip(NamedTuple):
+    """Use of a sample in a step, or of one of its chunks.
+
+    Attributes:
+        key: sample id, repeat and epoch.
+        sigma: noise level.
+        weight: `loss_weight` of the data source, or 0 for a padding sample, which lets a rank without data make as many forward
+            passes as the others.
+        chunk: number of the chunk; None for a whole sample.
+    """
+
+    key: SampleKey
+    sigma: float
+    weight: float
+    chunk: int | None
 
 
 @dataclass(frozen=True)
@@ -21,9 +38,7 @@ class StepResult:
     Attributes:
         loss: weighted loss summed over this rank's tokens, fp32 scalar; 0 on all but the first rank of a tensor-parallel group.
             The logged loss is the sum over all ranks / `Schedule.count`.
-        clips: ((sample id, epoch, repeat), noise level, weight) of each sample that this rank trains on. The weight is the
-            `loss_weight` of the data source, or 0 for a padding sample, which lets a rank without data make as many forward
-            passes as the others.
+        clips: samples that this rank trains on, in causal training each chunk.
         errors: mean squared error over the trained tokens of each item of `clips`, fp64.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
@@ -31,7 +46,7 @@ class StepResult:
     """
 
     loss: torch.Tensor
-    clips: Sequence[tuple[SampleKey, float, float]]
+    clips: Sequence[TrainedClip]
     errors: torch.Tensor
     norm: torch.Tensor | float
     skipped: bool
@@ -46,11 +61,12 @@ class StepResult:
     def samples(self) -> list[dict[str, Any]]:
         """Loss of each sample that this rank trains on, without padding samples.
 
-        The keys are `sample_id`, `repeat_index`, `epoch`, `sigma` (the noise level) and `loss`: the mean squared error over the
-        trained tokens, weighted by the mask if there is one, but not by data source or noise level.
+        The keys are `sample_id`, `repeat_index`, `epoch`, `sigma` (the noise level), in causal training `chunk`, and `loss`: the
+        mean squared error over the trained tokens, weighted by the mask if there is one, but not by data source or noise level.
         """
-        return [
-            {**vars(key), "sigma": sigma, "loss": loss}
-            for (key, sigma, weight), loss in zip(self.clips, self.errors.tolist(), strict=True)
-            if weight > 0
-        ]
+        rows = []
+        for (key, sigma, weight, chunk), loss in zip(self.clips, self.errors.tolist(), strict=True):
+            of_chunk = {} if chunk is None else {"chunk": chunk}
+            if weight > 0:
+                rows.append({**vars(key), **of_chunk, "sigma": sigma, "loss": loss})
+        return rows

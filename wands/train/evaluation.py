@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from wands.data.collate import PackingCollator
+from wands.data.collate import PackingCollator, RankSlice
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import WandsError
@@ -44,6 +45,13 @@ _Z_QUANTILE = 1.959964
 """97.5 % quantile of the normal distribution; `_T_QUANTILES` has those of Student's t with 1 to 10 degrees of freedom."""
 
 Row = dict[str, Any]
+
+
+class SampleLoss(NamedTuple):
+    """Loss of an evaluation sample, and of each of its chunks in causal training. A given chunk has the loss 0."""
+
+    loss: float
+    chunks: tuple[float, ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -170,7 +178,10 @@ class Evaluator(Job):
         for row in rows:
             name = "eval" if row["weights"] == "raw" else "eval_ema"
             curves = {f"{name}/{key}": row[key] for key in (HELD_OUT, TRAIN, "gap")}
-            curves |= {f"{name}_sigma/{bucket['name']}": bucket[HELD_OUT] for bucket in row["by"]["sigma"]}
+            for field in row["by"].keys() & {"sigma", "chunk"}:
+                curves |= {
+                    f"{name}_{field}/{bucket['name']}": bucket[HELD_OUT] for bucket in row["by"][field]
+                }
             finite = {key: value for key, value in curves.items() if value is not None}
             self._training.trackers.log(row["step"], finite)
         write_report(self._run.output_dir)
@@ -198,7 +209,7 @@ def measure(
     groups: ProcessGroups,
     device: torch.device,
     proceed: Callable[[WandsError | None], bool] | None = None,
-) -> list[float] | None:
+) -> list[SampleLoss] | None:
     """Return the loss of each evaluation sample: a clip at one noise level, with one DiT, as text-to-video or image-to-video.
 
     Every rank must call this function, and gets all losses. The loss is the objective's error, averaged over the trained tokens
@@ -216,8 +227,10 @@ def measure(
         proceed: function that gets the error of a failed read or None before each forward pass, and returns whether to continue;
             the result of `measure` is None if it returns False. None raises the error.
     """
-    losses = torch.zeros(len(samples), dtype=torch.float64, device=device)
-    for part, bin in own_bins(samples, collator.shape, max_tokens, groups.dims):
+    num_chunks, lens = _sizes(samples, collator)
+    # A row has the loss of a sample, then of each of its chunks.
+    losses = torch.zeros(len(samples), 1 + max(num_chunks, default=0), dtype=torch.float64, device=device)
+    for part, bin in own_bins(samples, lens, collator.shape, max_tokens, groups.dims):
         used = [samples[i] for i in bin]
         ratio = float(any(sample.kind == "first frame" for sample in used))
         flow = collator.flow.model_copy(update={"i2v_ratio": ratio})
@@ -243,32 +256,62 @@ def measure(
         prepared = objective.prepare_at(host_slice, sigmas)
         batch, prepared = to_device((host_slice, prepared), device)
         errors = objective.evaluate(models[part], batch, prepared)
-        lens = torch.tensor(batch.trained_lens, dtype=torch.float64, device=device)
         if groups.dims.tensor_rank == 0:  # the other ranks of a tensor-parallel group have the same losses
-            losses[bin] = (errors / lens)[: len(bin)]
+            _enter(losses, bin, errors, batch)
     dist.all_reduce(losses)  # each rank has its part of the losses of its bins, and 0 elsewhere
-    return losses.tolist()
+    return [
+        SampleLoss(loss, tuple(chunks[:num]))
+        for (loss, *chunks), num in zip(losses.tolist(), num_chunks, strict=True)
+    ]
+
+
+def _sizes(samples: Sequence[EvaluationSample], collator: PackingCollator) -> tuple[list[int], list[int]]:
+    """Return the number of chunks of each sample (0 without chunks), and of the tokens that the model sees."""
+    rule = collator.unit_rule
+    if rule is None:
+        return [0] * len(samples), [sample.num_tokens for sample in samples]
+    units = [rule(sample.grid(collator.shape.patch_size)) for sample in samples]
+    return [own[-1].chunk + 1 for own in units], [sum(unit.num_tokens for unit in own) for own in units]
+
+
+def _enter(losses: Tensor, bin: Sequence[int], errors: Tensor, part: RankSlice) -> None:
+    """Enter the errors of a bin's samples into the rows `bin` of `losses`."""
+    lens = torch.tensor(
+        [entry.trained_len for entry in part.entries], dtype=torch.float64, device=errors.device
+    )
+    for entry, error, of_entry in zip(part.entries, errors, errors / lens, strict=True):
+        if entry.sample < len(bin):  # an empty bin has one padding token
+            row = losses[bin[entry.sample]]
+            if entry.chunk is None:
+                row[0] = of_entry
+            else:
+                row[0] += error / part.trained_lens[entry.sample]
+                row[1 + entry.chunk] = of_entry
 
 
 def own_bins(
-    samples: Sequence[EvaluationSample], shape: DiTShape, max_tokens: int, dims: ParallelDims
+    samples: Sequence[EvaluationSample],
+    lens: Sequence[int],
+    shape: DiTShape,
+    max_tokens: int,
+    dims: ParallelDims,
 ) -> list[tuple[str, list[int]]]:
     """Return (subfolder of a DiT, indices into `samples`) for each forward pass of this rank.
 
-    ZeRO-3 needs the same number of forward passes of each DiT on every rank, so a rank with fewer samples also makes passes
-    without samples, whose lists of indices are empty.
+    `lens` is the number of tokens of each sample that the model sees. ZeRO-3 needs the same number of forward passes of each DiT
+    on every rank, so a rank with fewer samples also makes passes without samples, whose lists of indices are empty.
     """
     own = []
     for (expert, _), group in groupby(enumerate(samples), key=lambda item: (item[1].expert, item[1].kind)):
         bins = list[list[int]]()
         room = 0
-        for i, sample in group:
-            if sample.num_tokens > room:
+        for i, _ in group:
+            if lens[i] > room:
                 bins.append([])
                 room = max_tokens
             bins[-1].append(i)
-            room -= sample.num_tokens
-        bins.sort(key=lambda bin: -shape.forward_flops([samples[i].num_tokens for i in bin]))
+            room -= lens[i]
+        bins.sort(key=lambda bin: -shape.forward_flops([lens[i] for i in bin]))
         bins += [[] for _ in range(-len(bins) % dims.dp_size)]
         own += [(expert.subfolder, bin) for bin in bins[dims.dp_rank :: dims.dp_size]]
     return own
@@ -277,7 +320,7 @@ def own_bins(
 def summarize(
     plan: EvaluationPlan,
     samples: Sequence[EvaluationSample],
-    losses: Sequence[float],
+    losses: Sequence[SampleLoss],
     base: Sequence[float | None] | None = None,
 ) -> Row:
     """Return the mean losses of an evaluation: a row of `evaluations.jsonl` without "step", "weights" and "seconds".
@@ -290,13 +333,13 @@ def summarize(
         `held_out`, `train`, `gap`: mean loss of the held-out clips, of the training clips, and the first minus the second.
         `change`, `train_change`: `paired_change` since the first evaluation; None in the first evaluation.
         `by`: maps each grouping to a list of groups: "sigma" (by expert and quantile of the noise level), "expert", "kind" (by
-        condition) and "length" (by number of tokens). A group has the keys "name", "held_out", "train" and "sigma" (its mean
-        noise level).
+        condition), "length" (by number of tokens) and, in causal training, "chunk" (by number of the chunk). A group has the keys
+        "name", "held_out", "train" and "sigma" (its mean noise level).
         `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]
     for sample, loss in zip(samples, losses, strict=True):
-        of_clips[sample.clip].append(loss)
+        of_clips[sample.clip].append(loss.loss)
     values = [float(np.mean(of_clip)) if of_clip else None for of_clip in of_clips]
     whole = _means(plan, [(i, value) for i, value in enumerate(values) if value is not None])
     buckets = defaultdict[tuple[str, str], list[tuple[EvaluationSample, float]]](list)
@@ -306,7 +349,11 @@ def summarize(
         length = f"{shortest:,} to {2 * shortest - 1:,} tokens"
         names = level, sample.expert.name or "all", sample.kind, length
         for bucket in zip(("sigma", "expert", "kind", "length"), names, strict=True):
-            buckets[bucket].append((sample, loss))
+            buckets[bucket].append((sample, loss.loss))
+    for sample, loss in zip(samples, losses, strict=True):
+        for number, of_chunk in enumerate(loss.chunks):
+            if of_chunk:  # a given chunk has none
+                buckets["chunk", f"chunk {number}"].append((sample, of_chunk))
     by = defaultdict[str, list[Row]](list)
     for (field, name), pairs in buckets.items():
         means = _means(plan, [(sample.clip, loss) for sample, loss in pairs])

@@ -4,7 +4,7 @@ The plan depends only on recipe, data and FLOPs of the planned training, not on 
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -19,7 +19,9 @@ from wands.data.datasets import Dataset
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 from wands.flow.sigmas import sigma_quantile, with_clip_shift
-from wands.run.sizes import step_flops
+from wands.patches import grid_size
+from wands.run.schedule import plan_clips
+from wands.run.sizes import forward_flops, step_flops
 from wands.texts import plural
 from wands.train.prepared_run import PreparedRun
 from wands.variants import Expert, Variant
@@ -67,6 +69,11 @@ class EvaluationSample(NamedTuple):
     sigma: float
     num_tokens: int
     row: tuple[Dataset, int]
+
+    def grid(self, patch_size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the number of tokens of the clip along (frame, row, column)."""
+        data, i = self.row
+        return grid_size(data.latent_shape(i), patch_size)
 
 
 class EvaluationPlan(StrictModel):
@@ -158,18 +165,23 @@ def plan_evaluation(run: PreparedRun) -> EvaluationPlan:
     sampler = run.schedule.sampler
     assert recipe.eval is not None
     chosen = {}
-    for side, data in {HELD_OUT: run.held_out, TRAIN: run.data}.items():
-        if data is not None:
-            chosen[side] = choose_clips(
-                data,
-                recipe.eval.max_clips,
-                patch_size=model.shape.patch_size,
-                max_tokens=recipe.packing.max_tokens,
-                excluded=sampler.excluded,
-            )
-    pairs = list(zip(*filter(None, chosen.values()), strict=False))  # a training clip for each held-out clip
+    sources = {side: data for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data)) if data is not None}
+    for side, data in sources.items():
+        chosen[side] = choose_clips(
+            data,
+            recipe.eval.max_clips,
+            patch_size=model.shape.patch_size,
+            fits=_fits(run, data),
+            excluded=sampler.excluded,
+        )
+    chosen = {side: of_side for side, of_side in chosen.items() if of_side}
+    pairs = list(zip(*chosen.values(), strict=False))  # a training clip for each held-out clip
     forwards = num_forwards(recipe, sampler.total_steps, model.variant, len(model.experts))
-    costs = [forwards * sum(model.shape.forward_flops([length]) for _, length in pair) for pair in pairs]
+    flops = {side: dict(_forward_flops(run, data)) for side, data in sources.items()}
+    costs = [
+        forwards * sum(flops[side][key] for side, (key, _) in zip(chosen, pair, strict=True))
+        for pair in pairs
+    ]
     epoch = sampler.epoch_plan(sampler.start[0])
     bins = [bin for step in epoch.steps for bin in step]
     training = step_flops(model, run.schedule, bins) / epoch.num_steps
@@ -192,22 +204,35 @@ def choose_clips(
     most: int,
     *,
     patch_size: tuple[int, int, int],
-    max_tokens: int,
+    fits: Sequence[bool],
     excluded: Collection[str],
 ) -> list[tuple[str, int]]:
     """Return (key, number of video tokens) of up to `most` clips for the evaluation, in the order of the choice.
 
-    Clips that are excluded or have more than `max_tokens` tokens are left out. The clips are sorted by a hash of their keys, and
-    one clip of every source file comes before a second clip of any.
+    Clips that are excluded or do not fit into a forward pass (`fits`) are left out. The clips are sorted by a hash of their keys,
+    and one clip of every source file comes before a second clip of any.
     """
-    rows = zip(data.keys, data.num_tokens(patch_size).tolist(), strict=True)
-    lengths = {key: length for key, length in rows if length <= max_tokens and key not in excluded}
+    rows = zip(data.keys, data.num_tokens(patch_size).tolist(), fits, strict=True)
+    lengths = {key: length for key, length, is_usable in rows if is_usable and key not in excluded}
     turns = {}
     seen = Counter[str]()
     for key in sorted(lengths, key=lambda key: blake2b(key.encode("utf-8", "surrogateescape")).digest()):
         turns[key] = seen[clip_name(key)]
         seen[clip_name(key)] += 1
     return [(key, lengths[key]) for key in sorted(turns, key=turns.__getitem__)[:most]]
+
+
+def _forward_flops(run: PreparedRun, data: Dataset) -> Iterator[tuple[str, int]]:
+    """Yield (key, FLOPs of one forward pass) for each clip of the data."""
+    costs = run.objective.costs(plan_clips(data, run.model.shape.patch_size, 0.0))
+    for key, tokens, pairs in zip(data.keys, costs.tokens.tolist(), costs.pairs.tolist(), strict=True):
+        yield key, forward_flops(run.model.shape, [tokens], pairs)
+
+
+def _fits(run: PreparedRun, data: Dataset) -> list[bool]:
+    """Return for each clip of the data whether the model's sequence for it has at most `packing.max_tokens` tokens."""
+    seen = run.objective.costs(plan_clips(data, run.model.shape.patch_size, 0.0)).tokens
+    return (seen <= run.recipe.packing.max_tokens).tolist()
 
 
 def add_levels(
@@ -237,7 +262,7 @@ def plan_cache(run: PreparedRun, most: int) -> EvaluationPlan:
         run.data,
         most,
         patch_size=run.model.shape.patch_size,
-        max_tokens=run.recipe.packing.max_tokens,
+        fits=_fits(run, run.data),
         excluded=run.schedule.sampler.excluded,
     )
     clips = add_levels(HELD_OUT, chosen, QUANTILES[9], run.recipe.flow, run.model.experts)

@@ -161,8 +161,8 @@ def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tenso
     device = results[0].errors.device
     sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64, device=device)
     for result in results if grid.is_first_of_bin else ():
-        rows = torch.tensor([min(int(sigma * NUM_SIGMAS), NUM_SIGMAS - 1) for _, sigma, _ in result.clips])
-        counts = to_device(torch.tensor([weight > 0 for *_, weight in result.clips]).double(), device)
+        rows = torch.tensor([min(int(clip.sigma * NUM_SIGMAS), NUM_SIGMAS - 1) for clip in result.clips])
+        counts = to_device(torch.tensor([clip.weight > 0 for clip in result.clips]).double(), device)
         sums.index_add_(0, to_device(rows, device), torch.stack([result.errors * counts, counts], dim=1))
     return sums.flatten()
 

@@ -17,7 +17,7 @@ from wands.engine.block_norms import measure_blocks
 from wands.model.offload import new_copy_stream
 from wands.model.tensor_parallel import cut_of
 from wands.objectives.objective import Objective
-from wands.run.step_result import StepResult
+from wands.run.step_result import StepResult, TrainedClip
 from wands.train.batches import MicroBatch
 from wands.transfer import to_device
 
@@ -61,11 +61,12 @@ def train_step(
     sums = torch.cat(micro_errors)
     if groups.cp is not None:  # each rank has the sums over its local tokens
         dist.all_reduce(sums, group=groups.cp)
-    lens = torch.tensor([n for part, _ in batches for n in part.trained_lens], dtype=torch.float64)
+    entries = [(part, entry) for part, _ in batches for entry in part.entries]
+    lens = torch.tensor([entry.trained_len for _, entry in entries], dtype=torch.float64)
+    sigmas = [sigma for _, prepared in batches for sigma in prepared.sigmas.tolist()]
     clips = [
-        clip
-        for part, prepared in batches
-        for clip in zip(part.keys, prepared.sigmas.tolist(), part.weights.tolist(), strict=True)
+        TrainedClip(part.keys[entry.sample], sigma, float(part.weights[entry.sample]), entry.chunk)
+        for (part, entry), sigma in zip(entries, sigmas, strict=True)
     ]
     blocks = finish() if finish else {}
     return StepResult(

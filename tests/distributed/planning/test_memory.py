@@ -54,6 +54,8 @@ SMALL = {
     "stage3_prefetch_bucket_size": 100_000,
 }
 FP8 = ("precision.linears=fp8",)
+# three clean and four noisy copies of chunks of 264 tokens: 1,848
+CAUSAL = ("objective.name=teacher_forcing", "objective.chunk_frames=2", "packing.max_tokens=1848")
 LORA = "lora={rank: 8, targets: attention}"
 
 Case = tuple[tuple[str, ...], dict[str, Any]]
@@ -79,6 +81,10 @@ ALONE = [
     case(2, "selective", "bf16", *FP8, "precision.fp8_grad_weight=bf16"),
     case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn}", *FP8),
     case(0, "full", "bf16", "lora={rank: 8, targets: attention, quantize: fp8}"),
+    case(2, "none", "fp32", *CAUSAL),
+    case(2, "full", "bf16", *CAUSAL),
+    case(2, "selective", "bf16", *CAUSAL),
+    case(2, "none", "bf16", LORA, *CAUSAL),
 ]
 PAIRS = [
     case(0, "none", "bf16", LORA),
@@ -93,6 +99,8 @@ PAIRS = [
     case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: int8}"),
     case(3, "none", "bf16", *FP8, **SMALL),
     case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: fp8}"),
+    case(2, "full", "fp32", *CAUSAL, "parallel.ring_degree=2"),
+    case(3, "selective", "bf16", *CAUSAL, "parallel.ulysses_degree=2"),
 ]
 TENSOR = [
     case(stage, checkpointing, compute, *lora, "parallel.tensor_degree=2")

@@ -90,6 +90,7 @@ def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, t
         ranks = [
             own_bins(
                 samples,
+                [sample.num_tokens for sample in samples],
                 model.shape,
                 max_tokens,
                 ParallelDims(world_size=2, rank=rank, ulysses_degree=1, ring_degree=1),

@@ -199,7 +199,7 @@ def evaluate_zeros(*args: Any) -> list[tuple[str, str, int, float, float]]:
         if sample.kind == "first frame":
             weights[: len(weights) // batch.grid_sizes[0][0]] = 0
         expected = (target.double().square().mean(1) * weights).sum() / weights.sum()
-        found.append((clip.sample_id, sample.kind, sample.quantile, loss, float(expected)))
+        found.append((clip.sample_id, sample.kind, sample.quantile, loss.loss, float(expected)))
     return found
 
 

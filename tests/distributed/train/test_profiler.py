@@ -98,24 +98,35 @@ def test_a_profiled_run_is_the_run(
     assert tables[0]["optimizer"][0] == tables[0]["data wait"][0] == 1
 
 
-def test_flops_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
+@pytest.mark.parametrize("chunks", [None, 1], ids=["whole", "chunks"])
+def test_flops_of_a_step(chunks: int | None, tiny_pipeline: Path, tmp_path: Path, run_world):
     """Each pack is one clip with the longest text, so only named differences to the model FLOPs are left."""
     clips = f"data.mock={{num_samples: 4, shapes: [[2,8,8],[3,8,8]], text_lens: [{TEXT_LEN - 1}]}}"
     overrides = (
         clips,
         "packing.enabled=false",
-        "packing.max_tokens=48",
+        "packing.max_tokens=80",
         "model.checkpointing=none",
         "flow.cfg_dropout=0",
         *STEPS,
     )
+    if chunks:
+        overrides = (*overrides, "objective.name=teacher_forcing", f"objective.chunk_frames={chunks}")
     overrides = (*overrides, "profile={start: 2, steps: 1}", "attention.backend=reference")
     ((_, (rows,), _),) = run_world(1, profiled, tiny_pipeline, tmp_path / "run", overrides)
     run = make_run(tiny_pipeline, tmp_path / "other", overrides, world_size=1)
     shape = run.model.shape
     bins = run.schedule.sampler.step_plan(1).bins
     lens = [int(run.schedule.num_tokens[i]) for bin in bins for i in bin]
-    attention = shape.attention_flops_per_squared_token() * sum(n * n for n in lens)
+    clips = [i for bin in bins for i in bin]
+    frames = [run.data.latent_shape(i)[0] for i in clips]
+    if chunks:
+        # frames of 16 tokens: all but the last twice; pairs of clean frames, then of noisy ones
+        assert lens == [16 * (2 * num - 1) for num in frames]
+        pairs = sum(16**2 * (num * (num - 1) // 2 + num * (num + 1) // 2) for num in frames)
+    else:
+        pairs = sum(n * n for n in lens)
+    attention = shape.attention_flops_per_squared_token() * pairs
     counted = {name: row[3] for name, row in rows.items()}
     assert counted["attention"] == 3.5 * attention
     # A feed-forward: two matmuls, twice again for the gradients of its input and its weights.
@@ -125,9 +136,14 @@ def test_flops_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     cross = 3 * sum(lens) * shape.num_layers * 4 * shape.dim * TEXT_LEN
     patches = 2 * sum(lens) * shape.dim * shape.in_channels * math.prod(shape.patch_size)
     firsts = patches + len(lens) * 2 * shape.dim * (TEXT_LEN * shape.text_dim + shape.freq_dim)
-    expected = step_flops(run.model, run.schedule, bins) - cross - firsts + attention / 2
+    # A clean copy and each noisy chunk have a timestep. The model FLOPs count one for each clip.
+    more_timesteps = sum(frames) if chunks else 0
+    timesteps = (
+        more_timesteps * 2 * (2 * shape.freq_dim * shape.dim + 3 * (shape.dim**2 + shape.dim * 6 * shape.dim))
+    )
+    expected = step_flops(run.model, run.schedule, bins) - cross - firsts + attention / 2 + timesteps
     assert sum(counted.values()) == expected
-    assert expected == pytest.approx(step_flops(run.model, run.schedule, bins), rel=0.35)
+    assert expected == pytest.approx(step_flops(run.model, run.schedule, bins), rel=0.36)
 
 
 @pytest.mark.slow
