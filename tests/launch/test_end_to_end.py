@@ -196,7 +196,7 @@ def test_a_full_disk_ends_a_run_in_one_sentence(job: dict[str, Path]):
     """A file size limit of 100 KiB: the run trains, cannot save, says so once and leaves nothing half written."""
     command = ["wands", "train", *settings(job, "full", "train.max_steps=1")]
     done = call("bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command, check=False)
-    assert done.returncode == 2
+    assert done.returncode == 3  # a restart may help
     assert done.stderr.count("the file size limit (ulimit -f) is") == 1
     assert "Traceback" not in done.stderr
     assert not list((job["root"] / "full").rglob("step_*"))

@@ -107,7 +107,7 @@ def test_full_disk_is_one_sentence_and_the_next_run_goes_on(
     messages = output.splitlines()
     assert len(messages) == 3, output
     for message, file in zip(messages, ("manifest.json", "text-0.journal", "shard-0000"), strict=True):
-        assert message.startswith(f"CacheError: cache={tmp_path / 'cache'} cannot store {file}")
+        assert message.startswith(f"DiskError: cache={tmp_path / 'cache'} cannot store {file}")
         assert "File too large" in message
     assert [path.name for path in (tmp_path / "cache").glob(".*")] == [".work"]  # what is encoded is kept
     report = preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **WINDOWS)

@@ -11,36 +11,30 @@ import hashlib
 import json
 import logging
 import os
-import re
 import sys
 import tempfile
-import time
-import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
-from safetensors.torch import save
 
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_full_weights
+from wands.commands.infer_causal import causal_config, causal_problems, make_causal
+from wands.commands.infer_files import SHEET_FRAMES, InferResult, Sampler, label_of, next_number
 from wands.conditions.condition import Condition
 from wands.config.options import InferOptions
-from wands.data.clips.video import save_video
 from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.encoders.image import PipelineEncoders
 from wands.errors import ConfigError, one_line
-from wands.files import atomic_path, write_text
 from wands.model.files.hashes import check_files
 from wands.plugin import load_plugins
-from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
+from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
 from wands.sampling.extra_inputs import (
     NO_INPUTS,
     ExtraInputs,
@@ -51,39 +45,26 @@ from wands.sampling.extra_inputs import (
 )
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
-from wands.sampling.pipeline import DiTSource, PipelineSource, apply_options, find_pipeline, load_pipeline
+from wands.sampling.pipeline import (
+    AnyPipeline,
+    DiTSource,
+    PipelineSource,
+    apply_options,
+    find_pipeline,
+    load_pipeline,
+)
 from wands.sampling.requests import SampleRequest, build_requests, read_prompts
-from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
-from wands.sampling.schedulers import shift_key
+from wands.sampling.sample import (
+    pipeline_for,
+)
 from wands.sampling.sharing import plan_ranks, public_config, set_attention, share_pipeline
 from wands.texts import plural
 from wands.version import __version__
 
 log = logging.getLogger(__name__)
 
-RECORD_FILE = "samples.jsonl"
-SHEET_FRAMES = 4
 SPEED_OPTIONS = {"attention_backend", "guidance_mode", "scheduler", "vae_dtype", "vae_tiling", "compile"}
 """Options of `InferOptions` that change how a video is computed. `samples.jsonl` records values other than the default."""
-
-
-@dataclass(frozen=True)
-class InferResult:
-    """Result of one sample request.
-
-    Attributes:
-        request: prompt and options. Its `flow_shift` is the shift of the scheduler that sampled the video.
-        latents: safetensors file with fp32 `latents` [channels, frames, height, width], normalized as in a cache, or None.
-        contact_sheet: PNG that shows all videos from the same call of `infer`.
-        seconds: time for sampling and decoding.
-    """
-
-    request: SampleRequest
-    video: Path
-    latents: Path | None
-    contact_sheet: Path
-    fps: int
-    seconds: float
 
 
 def infer(
@@ -109,6 +90,7 @@ def infer(
     with start_together():
         conditions = (*conditions, *load_plugins(options.imports).conditions)
         source, requests, images, files, dims, device = _check_requests(options, more_requests, conditions)
+        causal = causal_config(options)
     is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:
@@ -119,45 +101,49 @@ def infer(
         extra = _encode_inputs(source, requests, files, device)
         pipeline = load_pipeline(source, dtype=dtype, device=device, offload=options.offload)
     apply_options(pipeline, options)
-    guidance: Any = "batched" if options.guidance_mode == "batched" else None
-    if dims.world_size > 1:
-        guidance = share_pipeline(pipeline, dims, options.attention_backend) or guidance
-    else:
-        set_attention(pipeline, torch.device(device), ProcessGroups(dims), options.attention_backend)
-    number = _next_number(options.out_dir)
+    device_of_rank = torch.device(device)
+    sampler = Sampler(
+        options=options,
+        source=source,
+        origin=origin,
+        number=next_number(options.out_dir),
+        count=len(requests),
+        causal=causal,
+        rank=dims.rank,
+        guidance=_set_attention(pipeline, options, dims, device_of_rank, causal is not None, is_bf16),
+    )
     results = []
     rows = []
     for i, (request, request_images, inputs) in enumerate(zip(requests, images, extra, strict=True)):
         view = pipeline_for(pipeline, request, request_images)
         view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
-        times = [time.perf_counter()]
-        texts = encode_texts(view, request)
-        texts[0].sum().item()  # waits for the GPU
-        times.append(time.perf_counter())
-        latents = sample_latents(view, request, request_images, texts, guidance, inputs)
-        times.append(time.perf_counter())
-        if dims.rank > 0:
-            continue
-        frames = decode_latents(view, latents, tiled=options.vae_tiling)
-        times.append(time.perf_counter())
-        stem = f"{number + i:03d}_{_slug(request.prompt)}"
-        result = InferResult(
-            request=request.model_copy(
-                update={"flow_shift": view.scheduler.config[shift_key(view.scheduler)]}
-            ),
-            video=options.out_dir / f"{stem}.mp4",
-            latents=options.out_dir / f"{stem}.safetensors" if options.save_latents else None,
-            contact_sheet=options.out_dir / f"contact_sheet_{number:03d}.png",
-            fps=options.fps or source.variant.fps,
-            seconds=times[-1] - times[0],
-        )
-        _write_result(result, frames, latents, origin)
-        _log_times(result, i + 1, len(requests), np.diff(times))
-        results.append(result)
-        rows.append(SheetRow(_label(request), [pick_frames(frames, SHEET_FRAMES)]))
+        sampled = sampler.sample(i, view, request, request_images, inputs)
+        if sampled is not None:
+            result, shown = sampled
+            results.append(result)
+            rows.append(SheetRow(label_of(request), [shown]))
     if results:
         save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
     return results
+
+
+def _set_attention(
+    pipeline: AnyPipeline,
+    options: InferOptions,
+    dims: ParallelDims,
+    device: torch.device,
+    is_causal: bool,
+    is_bf16: bool,
+) -> Any:
+    """Change the attention of a pipeline's transformers for the ranks and options. Return `guidance` of `sample_latents`."""
+    guidance = "batched" if options.guidance_mode == "batched" else None
+    if is_causal:
+        make_causal(pipeline, dims, device, is_bf16)
+    elif dims.world_size > 1:
+        return share_pipeline(pipeline, dims, options.attention_backend) or guidance
+    else:
+        set_attention(pipeline, device, ProcessGroups(dims), options.attention_backend)
+    return guidance
 
 
 def _log_sources(source: PipelineSource, videos: str, device: str) -> None:
@@ -165,11 +151,6 @@ def _log_sources(source: PipelineSource, videos: str, device: str) -> None:
         for lora in source.loras:
             log.info("%s: %s", lora.label, "; ".join(map(str, lora.files)))
     log.info("sampling %s on %s with %s", videos, device, source.dits["transformer"].label)
-
-
-def _log_times(result: InferResult, number: int, count: int, parts: np.ndarray) -> None:
-    values = number, count, result.seconds, *parts, result.video
-    log.info("sample %d of %d in %.1f s (text %.1f s, denoising %.1f s, decoding %.1f s): %s", *values)
 
 
 def _encode_inputs(
@@ -195,10 +176,12 @@ def _check_requests(
     source = find_source(options, conditions)
     prompts: list[str | SampleRequest] = list(options.prompts)
     prompts += read_prompts(options.prompts_file) if options.prompts_file else []
-    fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
+    fields = {key: getattr(options, key) for key in SampleRequest.model_fields if hasattr(options, key)}
     fields["inputs"] = parse_inputs(options.inputs)
     requests, problems = build_requests([*prompts, *more_requests], fields, source.variant)
-    split = options.guidance_mode == "auto" and all(r.guidance_scale > 1 for r in requests)
+    split = (
+        options.guidance_mode == "auto" and not options.causal and all(r.guidance_scale > 1 for r in requests)
+    )
     dims = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree, split)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dims.world_size > 1:
@@ -206,6 +189,7 @@ def _check_requests(
     images, image_problems = read_images([] if problems else requests)
     files, file_problems = read_inputs([] if problems else requests, source.variant)
     problems += [*_option_problems(options, device, dims), *image_problems, *file_problems]
+    problems += causal_problems(options, requests, source.variant)
     if problems:
         raise ConfigError(problems)
     return source, requests, images, files, dims, device
@@ -323,40 +307,3 @@ def check_ranks(
     packages = {name: version(name) for name in ("torch", "diffusers", "transformers")}
     parts = {"software": {"wands": __version__, **packages}, "model": model, "command": command}
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
-
-
-def _write_result(
-    result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]
-) -> None:
-    if result.latents:
-        with atomic_path(result.latents) as temporary:
-            # save_file would make the file readable by its owner only.
-            temporary.write_bytes(save({"latents": latents.contiguous()}))
-    save_video(result.video, frames, result.fps)
-    record = result.request.model_dump() | {
-        "fps": result.fps,
-        "file": result.video.name,
-        "latents": result.latents.name if result.latents else None,
-        "seconds": round(result.seconds, 3),
-        **origin,
-    }
-    path = result.video.parent / RECORD_FILE
-    earlier = path.read_text(encoding="utf-8") if path.is_file() else ""
-    write_text(path, earlier + json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _next_number(out_dir: Path) -> int:
-    """Return one more than the largest number in the folder's file names, or 0."""
-    names = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
-    used = [int(match[1]) for name in names if (match := re.match(r"(?:contact_sheet_)?(\d{3,})[_.]", name))]
-    return max(used, default=-1) + 1
-
-
-def _slug(prompt: str) -> str:
-    words = re.sub(r"[\W_]+", "-", unicodedata.normalize("NFKC", prompt).lower())
-    return words[:40].strip("-") or "sample"
-
-
-def _label(request: SampleRequest) -> str:
-    size = f"{request.width}x{request.height}, {request.num_frames} frames, seed {request.seed}"
-    return f"{request.prompt or '(no prompt)'}  ({size})"

@@ -574,6 +574,20 @@ class InferOptions(PluginOptions):
     scheduler: Literal["model", "euler"] = "model"
     """Scheduler of the denoising steps. With `model`, the scheduler of the pipeline in --model is used. Use
     `euler` for LoRAs that sample in 4 steps."""
+    causal: Annotated[bool, Heading("Causal sampling")] = False
+    """Sample chunk by chunk with a model that was trained with objective.name=teacher_forcing or diffusion_forcing. Every
+    chunk attends to the chunks before it, so that a video can be longer than the trained clips."""
+    chunk_frames: Annotated[int | None, Field(ge=1)] = None
+    """Latent frames of a chunk [default: the value of the training, from --checkpoint or from wands_export.json of the model or
+    LoRA]."""
+    independent_first_frame: bool | None = None
+    """Whether the first latent frame alone is the first chunk [default: the value of the training]."""
+    window_frames: Annotated[int | None, Field(ge=1)] = None
+    """Number of latent frames before a chunk to which it attends [default: the value of the training]."""
+    sink_frames: Annotated[int | None, Field(ge=0)] = None
+    """Number of latent frames at the start to which every chunk attends [default: the value of the training]."""
+    context_noise: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Noise level of finished chunks when later chunks attend to them [default: the value of the training]."""
     checkpoint: Annotated[Path | None, Heading("Trained weights")] = None
     """Checkpoint to sample with: a step folder (one checkpoint), such as RUN/checkpoints/step_00001000, or a run folder,
     whose newest checkpoint is used. Trained weights replace the weights of --model. A trained LoRA is added to the

@@ -68,11 +68,23 @@ class PackedWanTransformer(WanTransformer3DModel):
     @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]  # of an Any
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._take_tokens()
+
+    @classmethod
+    def of_stock(cls, model: WanTransformer3DModel) -> PackedWanTransformer:
+        """Change a model of diffusers in place, and return it. Its weights stay the same tensors."""
+        model.__class__ = cls
+        assert isinstance(model, PackedWanTransformer)
+        model._take_tokens()
+        return model
+
+    def _take_tokens(self) -> None:
+        """Change the classes of the modules to those for packed tokens."""
         assert self.config.cross_attn_norm, "every Wan model normalizes the queries of the cross-attention"
         embedder = self.condition_embedder
         for linear in (embedder.time_embedder.linear_1, embedder.time_embedder.linear_2, embedder.time_proj):
-            linear.__class__ = Fp32Linear
-        self.proj_out.__class__ = Fp32Linear
+            getattr(linear, "base_layer", linear).__class__ = Fp32Linear  # of a linear layer with a LoRA
+        getattr(self.proj_out, "base_layer", self.proj_out).__class__ = Fp32Linear
         self.patch_embedding.__class__ = PatchLinear
         packed = {WanTransformerBlock: PackedWanBlock, FP32LayerNorm: AddNorm, nn.RMSNorm: NormRotate}
         for module in (*self.blocks.modules(), self.norm_out):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -49,6 +49,9 @@ class SampleRequest(BaseModel):
     """File with the first frame of the video: an image, or a video whose first frame is used."""
     last_image: str | None = None
     """File with the last frame of the video: an image, or a video whose last frame is used."""
+    later_prompts: list[tuple[Annotated[int, Field(gt=0)], str]] | None = None
+    """(first frame, prompt) pairs in ascending order, for causal sampling: from that frame on, the prompt replaces `prompt`. A
+    chunk has the prompt of its first frame."""
     inputs: dict[str, str] = Field(default_factory=dict)
     """Maps the name of each file that a condition of outside code needs, such as "control", to its path."""
 
@@ -73,7 +76,9 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
 
 def flag_of(field: str) -> str:
     """Return the command line flag of `wands infer` that sets a field of `SampleRequest`."""
-    option = InferOptions.model_fields["prompts" if field == "prompt" else field]
+    option = InferOptions.model_fields.get("prompts" if field == "prompt" else field)
+    if option is None:  # only in prompt files
+        return field
     return spelling_of(option).name or f"--{field.replace('_', '-')}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -13,6 +13,7 @@ import diffusers
 import numpy as np
 import torch
 import torch.distributed as dist
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor
 
 from wands.errors import WandsError
@@ -56,6 +57,24 @@ def encode_texts(pipeline: AnyPipeline, request: SampleRequest) -> Texts:
     return texts
 
 
+def encode_all_texts(pipeline: AnyPipeline, request: SampleRequest, stride: int) -> list[tuple[int, Texts]]:
+    """Return (first latent frame, embedded texts) for the prompt and each later prompt of a request.
+
+    `stride` is the number of frames in a latent frame.
+    """
+    prompts = [request.prompt, *(prompt for _, prompt in request.later_prompts or ())]
+    texts = [encode_texts(pipeline, request.model_copy(update={"prompt": prompt})) for prompt in prompts]
+    return list(zip(first_frames(request, stride), texts, strict=True))
+
+
+def first_frames(request: SampleRequest, stride: int) -> list[int]:
+    """Return the first latent frame of the prompt and of each later prompt of a request.
+
+    `stride` is the number of frames in a latent frame. Latent frame 0 is a single frame.
+    """
+    return [0, *(-(-(frame - 1) // stride) + 1 for frame, _ in request.later_prompts or ())]
+
+
 def sample_latents(
     pipeline: AnyPipeline,
     request: SampleRequest,
@@ -72,8 +91,7 @@ def sample_latents(
     Raises:
         WandsError: if the latents are not finite.
     """
-    others = {"seed", "flow_shift", "image", "last_image", "inputs", "prompt", "negative_prompt"}
-    options = request.model_dump(exclude=others, exclude_none=True)
+    options = call_options(request)
     prompt, negative = texts or encode_texts(pipeline, request)
     # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
     generator = torch.Generator("cpu").manual_seed(request.seed)
@@ -103,6 +121,21 @@ def sample_latents(
             agreed=True,
         )
     return latents.float().cpu()
+
+
+def call_options(request: SampleRequest) -> dict[str, Any]:
+    """Return the options of a request that diffusers' pipelines take as arguments."""
+    others = {
+        "seed",
+        "flow_shift",
+        "image",
+        "last_image",
+        "inputs",
+        "prompt",
+        "negative_prompt",
+        "later_prompts",
+    }
+    return request.model_dump(exclude=others, exclude_none=True)
 
 
 @contextmanager
@@ -137,6 +170,36 @@ def predict_together(
         for model in filter(None, (pipeline.transformer, pipeline.transformer_2)):
             patches.enter_context(patch.object(model, "forward", partial(forward, model.forward)))
         yield
+
+
+@torch.no_grad()
+def decode_chunks(pipeline: AnyPipeline, chunks: Iterable[Tensor]) -> Iterator[np.ndarray]:
+    """Yield the frames of consecutive parts of a video, each uint8 [rows, columns, 3], equal to those of `decode_latents`.
+
+    `chunks` are normalized latents [latent channels, latent frames, latent rows, latent columns]. The memory does not grow with
+    the length of the video: as in diffusers' `AutoencoderKLWan._decode`, the decoder's cache has all that later frames need.
+    """
+    vae: Any = pipeline.vae
+    device = pipeline._execution_device
+    statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(device, vae.dtype)
+    mean, std = statistics.view(2, -1, 1, 1, 1)
+    vae.clear_cache()
+    is_first = True
+    for chunk in chunks:
+        latents = chunk[None].to(device, vae.dtype) / (1.0 / std) + mean
+        hidden = vae.post_quant_conv(latents.to(vae.post_quant_conv.weight.dtype))
+        for number in range(hidden.shape[2]):
+            options = {"first_chunk": True} if is_first else {}
+            part = hidden[:, :, number : number + 1]
+            video = vae.decoder(part, feat_cache=vae._feat_map, feat_idx=[0], **options)
+            is_first = False
+            if vae.config.patch_size is not None:
+                video = unpatchify(video, patch_size=vae.config.patch_size)
+            frames = pipeline.video_processor.postprocess_video(
+                video.clamp(-1.0, 1.0).float(), output_type="np"
+            )
+            yield from (frames[0] * 255).round().astype(np.uint8)
+    vae.clear_cache()
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ def share_pipeline(
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.
     """
     _, _, device = init_process_group()
-    _check_pipelines(pipeline, device)
+    check_pipelines(pipeline, device)
     groups = ProcessGroups.build(dims, device)
     sizes = dims.world_size, dims.dp_size, dims.ulysses_degree, dims.ring_degree
     log.info("sampling on %d ranks: guidance %d x Ulysses %d x ring %d", *sizes)
@@ -122,7 +122,7 @@ def set_attention(
         shard_transformer(transformer, attention, groups.dims, groups.cp)
 
 
-def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
+def check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
     """Check that the scheduler and the weights are equal on all ranks: each node may have its own copy of the pipeline folder."""
     scheduler = public_config(pipeline.scheduler.config)
     parts: dict[str, Any] = {"pipeline": public_config(pipeline.config) | {"scheduler": scheduler}}

@@ -13,7 +13,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +31,6 @@ from wands.config.recipe import Recipe
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.distributed.bootstrap import gather_objects, start_together
-from wands.distributed.dims import ProcessGroups
 from wands.distributed.engine_protocol import TrainingEngine
 from wands.encoders.components import quiet_loading
 from wands.encoders.fingerprint import fingerprint_pipeline
@@ -40,17 +38,25 @@ from wands.encoders.image import PipelineEncoders
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
-from wands.patches import grid_size, latent_size, patchify, unpatchify
 from wands.report.page import write_report
 from wands.report.run_data import describe_start
 from wands.run.append_log import continue_rows, to_line
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
+from wands.sampling.dit_adapter import DiTAdapter
 from wands.sampling.extra_inputs import ExtraInputs, encode_inputs, read_inputs
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
-from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
-from wands.sampling.sharing import join_tokens, token_index
+from wands.sampling.rollout import ChunkAdapter, roll_out, rollout_problems
+from wands.sampling.sample import (
+    Texts,
+    decode_latents,
+    encode_all_texts,
+    encode_texts,
+    first_frames,
+    pipeline_for,
+    sample_latents,
+)
 from wands.texts import plural
 from wands.train.jobs import FinishedStep, Job
 from wands.train.training import Training
@@ -100,6 +106,7 @@ def plan_videos(
             find_pipeline(recipe.model.path, conditions=variant.extra, is_base=True)
         if has_images:
             problems = problems or read_images(requests)[1] + read_inputs(requests, variant)[1]
+        problems += rollout_problems(requests, variant, recipe.objective.name != "flow_matching")
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -180,7 +187,10 @@ def _encode(
     tensors: dict[str, Tensor | None] = {}
     for i, (request, given) in enumerate(zip(requests, images, strict=True)):
         view = pipeline_for(pipeline, request, given)
-        tensors[f"{i}.prompt_embeds"], tensors[f"{i}.negative_prompt_embeds"] = encode_texts(view, request)
+        (_, texts), *later = encode_all_texts(view, request, 1)
+        tensors |= {f"{i}.{name}": text for name, text in zip(_NAMES, texts, strict=False)}
+        for number, (_, texts) in enumerate(later):
+            tensors |= {f"{i}.later{number}.{name}": text for name, text in zip(_NAMES, texts, strict=False)}
         if not (both := list(given.values())):
             continue
         if getattr(view, "image_encoder", None) is not None:
@@ -192,48 +202,6 @@ def _encode(
             pixels = video
         tensors[f"{i}.image_latents"] = view.vae.encode(pixels[None].to(view.device)).latent_dist.mode()
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-
-
-class DiTAdapter(nn.Module):
-    """Adapter with the interface of diffusers' transformer, so that a pipeline can call the DiT of a training run."""
-
-    def __init__(self, engine: TrainingEngine, groups: ProcessGroups, device: torch.device) -> None:
-        super().__init__()
-        self.config: Any = engine.module.config
-        self.device = device
-        self.dtype = torch.float32
-        self.cache_context = lambda *_, **__: contextlib.nullcontext()
-        self._call = engine.__call__  # the engine is not a submodule
-        self._groups = groups
-
-    def forward(
-        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **more: Any
-    ) -> tuple[Tensor]:
-        """Return (velocity,) of a video: fp32 [1, noisy channels, f, h, w], equal on all ranks of the context-parallel group.
-
-        All ranks of the group must call this method with equal tensors.
-
-        Args:
-            hidden_states: [1, channels, f, h, w], noisy latents, and the conditioning channels after them.
-            timestep: [1], or [1, number of tokens] with a timestep for each token.
-            encoder_hidden_states: [1, 512, text width], text with padding.
-            more: "encoder_hidden_states_image" is [images, CLIP tokens, CLIP width], or None without CLIP. Others are not used.
-        """
-        config = self.config
-        image = more.get("encoder_hidden_states_image")
-        grid = grid_size(latent_size(hidden_states), config.patch_size)
-        meta, index, order = token_index(grid, self._groups.dims, self.device)
-        timesteps = timestep.float().flatten()
-        if len(timesteps) > 1:
-            own = index[: max(sum(meta.local_seq_lens), 1)]  # a rank may have only padding
-            timesteps, lens = timesteps[own].unique_consecutive(return_counts=True)
-            if len(lens) > 1:
-                meta = replace(meta, timestep_lens=tuple(lens.tolist()), timestep_samples=(0,) * len(lens))
-        tokens = patchify(hidden_states[0], config.patch_size)[index]
-        image = image if image is None else image.flatten(0, 1)[None]
-        velocity = self._call(tokens, meta, timesteps, encoder_hidden_states[0], image)
-        velocity = join_tokens(velocity[None], order, self._groups.cp)[0]
-        return (unpatchify(velocity, grid, config.out_channels, config.patch_size)[None],)
 
 
 class _StoredVae(nn.Module):
@@ -291,14 +259,22 @@ class RunSamples(Job):
         is_decoder = training.groups.dims.is_first_of_bin
         self._home = "cpu" if is_decoder else "meta"
         self._vae.to(self._home)
-        adapters = {
-            part: DiTAdapter(engine, training.groups, device) for part, engine in training.engines.items()
-        }
+        objective = training.recipe.objective
+        self._causal = objective if objective.name != "flow_matching" else None
+        adapters = {part: self._adapter(engine) for part, engine in training.engines.items()}
         self._pipeline.register_modules(vae=_StoredVae(self._vae.config, device), **adapters)
         by_schedule = defaultdict[tuple[Any, ...], list[int]](list)
         for i, r in enumerate(requests):
-            by_schedule[r.num_inference_steps, r.flow_shift, r.guidance_scale > 1].append(i)
+            schedule = r.num_inference_steps, r.flow_shift, r.guidance_scale > 1
+            by_schedule[*schedule, r.num_frames if self._causal else None].append(i)
         self._rounds = [own[i : i + size] for own in by_schedule.values() for i in range(0, len(own), size)]
+
+    def _adapter(self, engine: TrainingEngine) -> DiTAdapter:
+        model: Any = engine.module
+        of_run = model, engine.__call__, self._training.groups, self._training.device
+        if self._causal is None:
+            return DiTAdapter(*of_run)
+        return ChunkAdapter(*of_run, backend=model.blocks[0].attn2.processor.backend)
 
     def start(self, training: Training) -> None:
         if training.start_step == 0:
@@ -366,7 +342,11 @@ class RunSamples(Job):
                 channels=self._tensors.get(f"{number}.input_channels"),
                 tokens=self._tensors.get(f"{number}.input_tokens"),
             )
-            latents = sample_latents(view, request, images, extra=inputs)
+            if self._causal is None:
+                latents = sample_latents(view, request, images, extra=inputs)
+            else:
+                texts = self._texts(view, number, request)
+                latents = torch.cat([*roll_out(view, request, self._causal, texts, images)], dim=1)
             if not (dims.is_first_of_bin and has_video):
                 return None
             view.vae = self._vae.to(self._training.device)
@@ -396,6 +376,17 @@ class RunSamples(Job):
         view.encode_image = lambda *_: embeds
         view.vae = _StoredVae(self._vae.config, device, latents)
         return view, images
+
+    def _texts(self, view: Any, number: int, request: SampleRequest) -> list[tuple[int, Texts]]:
+        """Return the stored texts of a request and of its later prompts, as `encode_all_texts`."""
+        texts = [encode_texts(view, request)]
+        for later in range(len(request.later_prompts or ())):
+            stored = [self._tensors.get(f"{number}.later{later}.{name}") for name in _NAMES[:2]]
+            prompt, negative = [x if x is None else x.to(self._training.device) for x in stored]
+            assert prompt is not None
+            texts.append((prompt, negative))
+        stride = self._training.variant.vae_stride[0]
+        return list(zip(first_frames(request, stride), texts, strict=True))
 
     def _draw_sheet(self, step: int, kinds: Sequence[str]) -> None:
         """Draw a contact sheet with the videos of the start of the run, the trained weights and their moving average."""

@@ -21,7 +21,7 @@ from tests.distributed.commands.test_infer_variants import SAMPLED, asked_of
 from tests.support.infer_runs import records
 from tests.support.sampling import infer, options_of
 from wands.attention.kernels.registry import get_backend
-from wands.commands import infer as infer_module
+from wands.commands import infer_files
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import ConfigError
 from wands.model.files.name_maps import DIT
@@ -386,9 +386,9 @@ def test_stages_are_printed_and_options_recorded(
     tiny_pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiled = []
-    decode = infer_module.decode_latents
+    decode = infer_files.decode_latents
     monkeypatch.setattr(
-        infer_module,
+        infer_files,
         "decode_latents",
         lambda *args, **more: tiled.append(more["tiled"]) or decode(*args, **more),
     )

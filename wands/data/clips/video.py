@@ -7,7 +7,7 @@ only inside functions, because the processes of `wands check` do not need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -402,16 +402,17 @@ def to_frames(pixels: torch.Tensor) -> np.ndarray:
     return scaled.to(torch.uint8).permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
 
-def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
+def save_video(path: Path, frames: Iterable[np.ndarray], fps: float) -> None:
     """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index before the frames).
 
-    `path` ends in .mp4, and its folder is created. An interrupted write leaves no partial file. `frames` are uint8 [F, H, W, 3]
-    RGB; the last row or column of an odd side is repeated, because yuv420p needs even sides.
+    `path` ends in .mp4, and its folder is created. An interrupted write leaves no partial file. Each of `frames` is uint8 [H, W,
+    3] RGB; the last row or column of an odd side is repeated, because yuv420p needs even sides.
     """
-    assert frames.dtype == np.uint8, frames.dtype
-    assert len(frames) > 0
-    height = frames.shape[1] + frames.shape[1] % 2
-    width = frames.shape[2] + frames.shape[2] % 2
+    frames = iter(frames)
+    first = next(frames)
+    assert first.dtype == np.uint8, first.dtype
+    height = first.shape[0] + first.shape[0] % 2
+    width = first.shape[1] + first.shape[1] % 2
     rate = Fraction(fps).limit_denominator(1001)
     with (
         atomic_path(path) as partial,
@@ -426,7 +427,7 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
         context.color_range = ColorRange.MPEG
         context.color_primaries = ColorPrimaries.BT709
         context.color_trc = ColorTrc.BT709
-        for index, frame in enumerate(frames):
+        for index, frame in enumerate(chain([first], frames)):
             margins = (0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)
             padded = np.pad(frame, margins, "edge")
             image = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
