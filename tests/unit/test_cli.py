@@ -96,7 +96,15 @@ def test_the_options_of_infer_are_in_groups():
         for heading, text in re.findall(r"^(\w[\w ]+):\n((?:  .*\n|\n)+)", help_page, re.MULTILINE)
     }
     assert list(groups) == [
-        *("Options", "Prompts and images", "Video", "Sampling", "Trained weights", "Speed and memory"),
+        *(
+            "Options",
+            "Prompts and images",
+            "Video",
+            "Sampling",
+            "Causal sampling",
+            "Trained weights",
+            "Speed and memory",
+        ),
         "Other options",
     ]
     assert groups["Options"] == ["--model", "--out"]

@@ -181,5 +181,6 @@ def _slug(prompt: str) -> str:
 
 
 def label_of(request: SampleRequest) -> str:
+    """Return the text above a video in the contact sheet: prompt, size and seed."""
     size = f"{request.width}x{request.height}, {request.num_frames} frames, seed {request.seed}"
     return f"{request.prompt or '(no prompt)'}  ({size})"

@@ -271,10 +271,12 @@ class RunSamples(Job):
 
     def _adapter(self, engine: TrainingEngine) -> DiTAdapter:
         model: Any = engine.module
-        of_run = model, engine.__call__, self._training.groups, self._training.device
+        groups = self._training.groups
+        device = self._training.device
         if self._causal is None:
-            return DiTAdapter(*of_run)
-        return ChunkAdapter(*of_run, backend=model.blocks[0].attn2.processor.backend)
+            return DiTAdapter(model, engine.__call__, groups, device)
+        backend = model.blocks[0].attn2.processor.backend
+        return ChunkAdapter(model, engine.__call__, groups, device, backend)
 
     def start(self, training: Training) -> None:
         if training.start_step == 0:

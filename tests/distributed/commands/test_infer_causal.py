@@ -179,7 +179,7 @@ def test_later_prompts_need_causal_sampling(tiny_pipeline: Path, tmp_path: Path)
 def test_the_chunks_of_the_training_are_used(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, caplog: pytest.LogCaptureFixture
 ):
-    """From a checkpoint. The run has made samples of its own on two ranks, before the first step and at the end."""
+    """From a checkpoint. The run has made samples on two ranks, before the first step and at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         json.dumps({"prompt": "a cat", "later_prompts": [[10, "a dog"]]}) + '\n{"prompt": "a bird"}\n'
