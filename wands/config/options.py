@@ -742,7 +742,8 @@ class PushOptions(Options):
 class ConvertOptions(Options):
     """Convert a model or a LoRA to another file layout.
 
-    The layouts are diffusers, official (Wan's own repositories), comfyui and musubi (LoRAs for musubi-tuner).
+    The layouts are diffusers, official (Wan's own repositories), comfyui, musubi (LoRAs for musubi-tuner) and self-forcing
+    (a generator.pt for the scripts of Self-Forcing).
 
     Examples:
         wands convert Wan2.1-T2V-1.3B/ --to diffusers --out wan-diffusers/
@@ -751,9 +752,10 @@ class ConvertOptions(Options):
 
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
-    to: Literal["diffusers", "official", "comfyui", "musubi"]
+    to: Literal["diffusers", "official", "comfyui", "musubi", "self-forcing"]
     """File layout to write: the layout of diffusers, of Wan's own repositories (`official`), of ComfyUI, or of musubi-tuner
-    (`musubi`, for LoRAs only)."""
+    (`musubi`, for LoRAs only). `self-forcing` writes the file that the scripts of Self-Forcing and its relatives read, for
+    causal models."""
     out: Path
     """Folder to write. The folder must be new or empty."""
     base: str | None = None

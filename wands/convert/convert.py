@@ -82,14 +82,18 @@ def convert(options: ConvertOptions) -> ConvertResult:
         for file in loras:
             if file.experts:
                 result.notes.append(f"{file}.")
-        if base and (options.to == "comfyui" or loras):
-            layout = "a LoRA" if loras else "ComfyUI's layout"
+        if base and (options.to in ("comfyui", "self-forcing") or loras):
+            layout = "a LoRA" if loras else f"the layout of --to {options.to}"
             raise ConfigError(
                 f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )
         for file in loras:
             named = not is_file and expert_in_name(str(file.path.relative_to(root))) is not None
             _convert_lora(file, unfinished, result, options.to, DTYPES.get(options.dtype), named)
+        if loras and options.to == "self-forcing":
+            raise ConfigError(
+                f"--to self-forcing is for models, but SOURCE={source} is a LoRA. Merge it first, with wands export --merge."
+            )
         if not loras and options.to == "musubi":
             raise ConfigError(
                 f"--to musubi is for LoRAs, but SOURCE={source} is a model. Use --to comfyui, which musubi-tuner reads."
@@ -184,7 +188,7 @@ class ModelConversion:
 
     Attributes:
         options: options of the command.
-        to: "diffusers", "official" or "comfyui".
+        to: "diffusers", "official", "comfyui" or "self-forcing".
         root: folder or file of the source.
         out: existing folder for the result.
         rest: folder of a model in the layout `to`, for components that the source lacks; None copies nothing.
@@ -206,6 +210,11 @@ class ModelConversion:
         """Convert every component of the source. Then add the other files of the new layout, such as the tokenizer."""
         self.components = {component.name: component for component in find_components(self.root, self.rest)}
         self.two_experts = EXPERTS[1] in self.components
+        if self.two_experts and self.to == "self-forcing":
+            raise ConfigError(
+                f"SOURCE={self.options.source} has two experts, but a generator file of --to self-forcing contains one DiT. Use "
+                "--to official."
+            )
         for component in self.components.values():
             if reason := self._reason_to_skip(component):
                 self.result.notes.append(f"{component.name} is left out: {reason}.")
@@ -221,6 +230,8 @@ class ModelConversion:
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
         if self.to == "official" and is_official:
             return None
+        if self.to == "self-forcing" and component.name not in EXPERTS:
+            return "the scripts of Self-Forcing take it from the official repository of Wan"
         if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
             return "its latents_mean and latents_std differ from Wan's, and only diffusers' layout can store them"
         return _NOT_CONVERTED.get(f"{component.name} to {self.to}")
@@ -261,6 +272,8 @@ class ModelConversion:
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
         """Return the path for the tensors of a component: a folder, or a file if the layout stores it in one."""
         name = component.name
+        if self.to == "self-forcing":
+            return self.out / "generator.pt"
         if self.to == "diffusers":
             return self.out / name
         if name in EXPERTS and self.to == "official":
@@ -283,8 +296,11 @@ class ModelConversion:
         """Write the tensors of a component and, if the layout has one, its config; return the paths of the tensors."""
         target = self._target(component, config)
         target.parent.mkdir(exist_ok=True)
-        if target.suffix in (".pth", ".safetensors"):
-            (_write_pickle if target.suffix == ".pth" else write_safetensors)(target, tensors)
+        if target.suffix in (".pt", ".pth"):
+            _write_pickle(target, tensors, key="generator" if target.suffix == ".pt" else None)
+            return [target]
+        if target.suffix == ".safetensors":
+            write_safetensors(target, tensors)
             return [target]
         target.mkdir(exist_ok=True)
         if self.to == "diffusers":
@@ -334,11 +350,14 @@ class ModelConversion:
             notes[:] = [note for note in notes if not note.startswith("image_encoder ")]
 
 
-def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
-    """Write tensors as a pickled state dict, the format of the .pth files of Wan's authors. Raises OSError."""
+def _write_pickle(path: Path, tensors: Sequence[LazyTensor], key: str | None = None) -> None:
+    """Write tensors as a pickled state dict, the format of the .pth files of Wan's authors. Raises OSError.
+
+    With `key`, the state dict is the value of that key, as in the files of Self-Forcing.
+    """
     state = {tensor.name: tensor.read() for tensor in tensors}
     try:
-        torch.save(state, path)
+        torch.save({key: state} if key else state, path)
     except RuntimeError as error:  # raised by torch.save if a write fails
         raise OSError(str(error)) from error
 

@@ -245,7 +245,8 @@ def map_component(component: SourceComponent, to: str) -> ComponentMapping:
         # diffusers ignores these tensors, but other programs read them.
         kept = {} if is_official else unused
         return mapping(config=config, sources=by_stock_name | kept)
-    prefix = name_maps.COMFYUI_DIT if to == "comfyui" and is_dit else ""
+    prefixes = {"comfyui": name_maps.COMFYUI_DIT, "self-forcing": "model."}
+    prefix = prefixes.get(to, "") if is_dit else ""
     renamed = {f"{prefix}{name}": source for name, source in by_official_name.items()}
     return mapping(config=config, sources=renamed)
 

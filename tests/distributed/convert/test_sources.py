@@ -178,6 +178,25 @@ def test_a_training_state_of_self_forcing(
     assert notes == [f"the weights are those of {keys[-1]} in self_forcing.pt."]
 
 
+def test_a_generator_for_self_forcing_comes_back(dit: dict[str, Tensor], tiny_pipeline: Path, tmp_path: Path):
+    """The file is what its scripts load: `generator.load_state_dict(torch.load(path)["generator"])`, a module with a `model`."""
+    result = convert(tiny_pipeline, tmp_path / "there", to="self-forcing")
+    state = torch.load(result.out / "generator.pt", weights_only=True)
+    assert state.keys() == {"generator"}
+    assert state["generator"].keys() == {f"model.{name}" for name in dit}
+    assert all(torch.equal(state["generator"][f"model.{name}"], value) for name, value in dit.items())
+    assert [note.split()[0] for note in result.notes] == ["vae", "text_encoder"]
+    back = convert(result.out / "generator.pt", tmp_path / "back", to="diffusers", base=tiny_pipeline).out
+    found, wanted = (load_file(root / "transformer" / WEIGHTS) for root in (back, tiny_pipeline))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_generator_has_one_dit(tiny_variant: Callable[[str], Path], tmp_path: Path):
+    with pytest.raises(ConfigError, match="has two experts, but a generator file"):
+        convert(tiny_variant("wan2.2-t2v-a14b"), tmp_path / "out", to="self-forcing")
+
+
 def test_the_files_of_two_experts_come_back_in_one_command(
     tiny_variant: Callable[[str], Path], tmp_path: Path
 ):
