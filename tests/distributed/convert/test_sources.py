@@ -178,8 +178,10 @@ def test_a_training_state_of_self_forcing(
     assert notes == [f"the weights are those of {keys[-1]} in self_forcing.pt."]
 
 
-def test_a_generator_for_self_forcing_comes_back(dit: dict[str, Tensor], tiny_pipeline: Path, tmp_path: Path):
+def test_a_generator_for_self_forcing_comes_back(tiny_pipeline: Path, tmp_path: Path):
     """The file is what its scripts load: `generator.load_state_dict(torch.load(path)["generator"])`, a module with a `model`."""
+    official = convert(tiny_pipeline, tmp_path / "official", to="official").out
+    dit = load_file(official / WEIGHTS)
     result = convert(tiny_pipeline, tmp_path / "there", to="self-forcing")
     state = torch.load(result.out / "generator.pt", weights_only=True)
     assert state.keys() == {"generator"}
