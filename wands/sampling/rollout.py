@@ -113,6 +113,13 @@ class ChunkAdapter(DiTAdapter):
         self._prediction = ""
         self._seen: Sequence[int] = ()
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of all cached keys and values on this rank."""
+        caches = self._caches.values()
+        pairs = [pair for cache in caches for layers in cache.values() for pair in layers]
+        return sum(x.numel() * x.element_size() for pair in pairs for x in pair)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Replace the self-attention of the DiT, with empty caches, in a `with` block."""
