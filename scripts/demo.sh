@@ -5,6 +5,7 @@
 #   bash scripts/demo.sh --out DIR       output folder (default demo_out); an earlier demo there is replaced
 #   bash scripts/demo.sh --variant NAME  another model, for example wan2.2-ti2v-5b; a wrong name lists all
 #   bash scripts/demo.sh --lora RANK     train a LoRA of the untrained model instead of its weights, for example 32
+#   bash scripts/demo.sh --causal        train with teacher forcing, and sample chunk by chunk, also twice as long; about 10 minutes
 # DEMO_STEPS=N sets the number of training steps: by default 500 (450 for A14B and 5B) for up to four clips, up to twice as many for more.
 set -euo pipefail
 die() { echo "demo.sh: $*" >&2; exit 2; }
@@ -12,7 +13,7 @@ absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
 
 variants="wan2.1-t2v-1.3b wan2.1-t2v-14b wan2.1-i2v-14b wan2.1-flf2v-14b wan2.2-t2v-a14b wan2.2-i2v-a14b wan2.2-ti2v-5b"
-clips="" held_out="" out="" lora="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-50}"
+clips="" held_out="" out="" lora="" causal="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-50}"
 while [ $# -gt 0 ]; do
   case "$1" in
     --clips | --out | --variant | --lora)
@@ -21,7 +22,8 @@ while [ $# -gt 0 ]; do
       case "$1" in --out) out="$(absolute "$2")" ;; --clips) clips="$2" ;; --variant) variant="$2" ;; --lora) lora="$2" ;; esac
       shift 2
       ;;
-    -h | --help) sed -n '2,8p' "$0"; exit 0 ;;
+    --causal) causal=1; shift ;;
+    -h | --help) sed -n '2,9p' "$0"; exit 0 ;;
     *) die "unknown option $1 (see --help)" ;;
   esac
 done
@@ -89,6 +91,7 @@ train() {
     --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 --set flow.cfg_dropout=0 --set flow.flow_shift=6 --set optim.lr="$rate" \
     --set eval.every=100 --set eval.max_share=0.1 ${held_out:+--set eval.cache="$out/held_out_cache"} \
     --set sample.every=250 --set sample.prompts_file="$out/prompts.jsonl" --set sample.num_inference_steps=8 --set sample.guidance_scale=1 \
+    ${causal:+--set objective.name=teacher_forcing --set objective.chunk_frames=2 --set packing.max_tokens=1024} \
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
     python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
 }
@@ -108,10 +111,14 @@ fi
 logged wands export "$out/run" --out "$out/exported"
 
 say "7/8 sampling with the clips' captions, and their first and last frames where the variant takes them"
-logged wands infer "${model[@]}" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
-  --steps 30 --guidance 1.0 --dtype fp32 --save-latents
+sample() { logged wands infer ${causal:+--causal} "${model[@]}" --steps 30 --guidance 1.0 --dtype fp32 "$@"; }
+sample --prompts-file "$out/prompts.jsonl" --out "$out/samples" --save-latents
+if [ -n "$causal" ]; then # longer than anything that the model was trained on
+  logged python scripts/demo_report.py longer "$out/prompts.jsonl" "$out/longer.jsonl"
+  sample --prompts-file "$out/longer.jsonl" --out "$out/longer"
+fi
 
 say "8/8 results"
 command="$(command -v wands)"
 if [ "$command" -ef "$callers_wands" ]; then command=wands; elif [ "$caller" -ef . ]; then command="${command#"$PWD"/}"; fi
-python scripts/demo_report.py report "$out" --seconds "$(($(date +%s) - began))" --wands "$command" ${lora:+--lora}
+python scripts/demo_report.py report "$out" --seconds "$(($(date +%s) - began))" --wands "$command" ${lora:+--lora} ${causal:+--causal}

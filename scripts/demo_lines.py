@@ -51,7 +51,7 @@ def print_places(out: Path, lora: bool) -> None:
     """Print where the results of the demo are."""
     for what, where in (
         ("page", "run/report.html"), ("contact sheet", "contact_sheet.png"), ("loss plot", "loss.png"),
-        ("samples", "samples/*.mp4"),
+        ("samples", "samples/*.mp4"), ("twice as long", "longer/*.mp4"),
         ("LoRA" if lora else "pipeline", "exported"),
         ("checkpoints", "run/checkpoints"), ("tensorboard", "run/tensorboard"), ("latent cache", "cache"), ("clips", "clips"),
     ):  # fmt: skip
@@ -59,7 +59,9 @@ def print_places(out: Path, lora: bool) -> None:
             print(f"  {what:<13} {out / where}")
 
 
-def next_commands(out: Path, command: str, row: Mapping[str, Any], lora: bool) -> list[list[str]]:
+def next_commands(
+    out: Path, command: str, row: Mapping[str, Any], lora: bool, causal: bool = False
+) -> list[list[str]]:
     """Return the arguments of commands that the user can run next: another sample, and a look at what a push would upload.
 
     Args:
@@ -67,6 +69,7 @@ def next_commands(out: Path, command: str, row: Mapping[str, Any], lora: bool) -
         command: name or path of the program `wands`.
         row: a line of the prompt file of the demo, whose size and images the sample gets.
         lora: whether the demo exported a LoRA.
+        causal: whether the model samples chunk by chunk.
     """
     exported = str(out / "exported")
     model = [str(out / "model"), "--lora", exported] if lora else [exported]
@@ -90,6 +93,6 @@ def next_commands(out: Path, command: str, row: Mapping[str, Any], lora: bool) -
         str(out / "more_samples"),
     ]
     return [
-        [command, "infer", "--model", *model, *sample],
+        [command, "infer", *(["--causal"] if causal else []), "--model", *model, *sample],
         [command, "push", exported, "you/your-model", "--dry-run"],
     ]

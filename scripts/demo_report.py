@@ -134,6 +134,14 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
             handle.write(json.dumps({**row, "seed": i}) + "\n")
 
 
+def double_frames(prompts: Path, out: Path) -> None:
+    """Write a copy of a prompt file whose videos have twice as many latent frames, less the first one."""
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    with out.open("w", encoding="utf-8") as handle:
+        for row in rows:
+            handle.write(json.dumps({**row, "num_frames": 2 * row["num_frames"] - 1}) + "\n")
+
+
 def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
     """Return the number of training steps for a cache, and a sentence with the reason.
 
@@ -277,7 +285,7 @@ def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
 
 
-def report(out: Path, seconds: int, lora: bool, command: str) -> bool:
+def report(out: Path, seconds: int, lora: bool, command: str, causal: bool = False) -> bool:
     """Print the final report of the demo, and write a contact sheet and a loss plot.
 
     Args:
@@ -285,6 +293,7 @@ def report(out: Path, seconds: int, lora: bool, command: str) -> bool:
         seconds: duration of the demo.
         lora: whether the demo trained and exported a LoRA.
         command: name or path of the program `wands`, for the commands to run next.
+        causal: whether the model samples chunk by chunk.
 
     Returns:
         True if the demo has succeeded. Each generated sample must be most similar to a clip with its caption, and each training
@@ -341,7 +350,7 @@ def report(out: Path, seconds: int, lora: bool, command: str) -> bool:
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
     print_places(out, lora)
     row = json.loads((out / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    for arguments in next_commands(out, command, row, lora):
+    for arguments in next_commands(out, command, row, lora, causal):
         print(f"  {'next':<13} {shlex.join(arguments)}")
     return bool(nearest.all()) and fallen
 
@@ -378,6 +387,9 @@ def main() -> int:
     prompts = actions.add_parser("prompts", help="a prompt file from a cache")
     prompts.add_argument("cache", type=Path)
     prompts.add_argument("out", type=Path)
+    longer = actions.add_parser("longer", help="a prompt file for videos twice as long")
+    longer.add_argument("prompts", type=Path)
+    longer.add_argument("out", type=Path)
     steps = actions.add_parser("steps", help="number of training steps; only the number goes to stdout")
     steps.add_argument("cache", type=Path)
     steps.add_argument("wanted", type=int, nargs="?")
@@ -392,12 +404,15 @@ def main() -> int:
     closing.add_argument("out", type=Path)
     closing.add_argument("--seconds", type=int, required=True)
     closing.add_argument("--lora", action="store_true")
+    closing.add_argument("--causal", action="store_true")
     closing.add_argument("--wands", default="wands")
     args = parser.parse_args()
     if args.action == "clips":
         write_clips(args.source, args.out, args.held_out)
     elif args.action == "prompts":
         write_prompts(args.cache, args.out)
+    elif args.action == "longer":
+        double_frames(args.prompts, args.out)
     elif args.action == "pixels":
         print(max_pixels(args.variant))
     elif args.action == "progress":
@@ -418,7 +433,7 @@ def main() -> int:
         print(f"training: {why}", file=sys.stderr)
         print(number)
     else:
-        return 0 if report(args.out, args.seconds, args.lora, args.wands) else 1
+        return 0 if report(args.out, args.seconds, args.lora, args.wands, args.causal) else 1
     return 0
 
 
