@@ -313,3 +313,11 @@ def test_an_overfit_is_called_one(held_out: float, overfits: bool, capsys: pytes
     assert [line.split()[0] for line in lines[1:]] == ["overfit,"] * overfits
     demo_report.print_evaluations(rows[1:2])
     assert capsys.readouterr().out == ""
+
+
+def test_longer_prompts_have_twice_the_latent_frames(tmp_path: Path):
+    rows = [{"prompt": "a", "num_frames": 21, "seed": 3}, {"prompt": "b", "num_frames": 5}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    demo_report.double_frames(tmp_path / "prompts.jsonl", tmp_path / "longer.jsonl")
+    longer = [json.loads(line) for line in (tmp_path / "longer.jsonl").read_text().splitlines()]
+    assert longer == [{**rows[0], "num_frames": 41}, {**rows[1], "num_frames": 9}]
