@@ -1,8 +1,9 @@
 """The public names of wands, which `import wands` offers."""
 
+from wands.attention.units import Unit
 from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.conditions.clip_files import ClipFile
-from wands.conditions.condition import Channels, ClipFrames, Condition, CrossAttention
+from wands.conditions.condition import Channels, ClipFrames, Condition, CrossAttention, SecondClip
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import load_recipe
 from wands.data.clips.video import to_pixels
@@ -39,8 +40,10 @@ __all__ = [
     "Plugin",
     "Recipe",
     "SampleKey",
+    "SecondClip",
     "Trainer",
     "Training",
+    "Unit",
     "adapter_off",
     "build_model",
     "build_schedule",

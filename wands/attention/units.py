@@ -37,6 +37,7 @@ class Unit(NamedTuple):
         sees: ranges (first, end) of units of the sample whose keys its queries see.
         chunk: number of the chunk of frames, from 0.
         is_context: whether the unit is a copy without loss, which other units see.
+        is_second: whether its tokens are those of the sample's second clip (`wands.conditions.condition.SecondClip`).
     """
 
     start: int
@@ -44,6 +45,7 @@ class Unit(NamedTuple):
     sees: tuple[tuple[int, int], ...] = ((0, 1),)
     chunk: int = 0
     is_context: bool = False
+    is_second: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -56,7 +56,17 @@ class LossWeights:
     weights: Tensor
 
 
-Entry = TextTokens | CrossAttention | Channels | LossWeights
+@dataclass(frozen=True)
+class SecondClip:
+    """Entry of another clip of the same size into the sequence: fp32 [n, P], its clean tokens in the order of `patchify`.
+
+    They are the tokens of the units with `is_second` (`wands.attention.units`), which the objective must define.
+    """
+
+    tokens: Tensor
+
+
+Entry = TextTokens | CrossAttention | Channels | LossWeights | SecondClip
 """Result of `Condition.enter`. Entries of one kind are joined in the order of the conditions, along channels or tokens."""
 
 

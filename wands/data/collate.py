@@ -25,6 +25,7 @@ from wands.conditions.condition import (
     CrossAttention,
     Entry,
     LossWeights,
+    SecondClip,
     TextTokens,
     check_entry,
 )
@@ -149,6 +150,7 @@ class PackedBatch(BinSamples):
         cu_seqlens_text: int32 [S+1], cumulative numbers of text tokens.
         token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
         condition_channels: fp32 [T, P'], see `wands.patches.condition_channels`. None for models without them.
+        second_tokens: fp32 [T, P], clean tokens of the samples' second clips. None without them.
         dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
     """
 
@@ -158,6 +160,7 @@ class PackedBatch(BinSamples):
     cu_seqlens_text: Tensor
     token_weights: Tensor
     condition_channels: Tensor | None = None
+    second_tokens: Tensor | None = None
     dropout_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -205,9 +208,14 @@ class PackedBatch(BinSamples):
         def local(rows: Tensor) -> Tensor:
             return rows[index].masked_fill_(is_padding.unsqueeze(1), 0.0)
 
+        tokens = local(self.tokens)
+        units = [unit for own in layout.samples for unit in own]
+        if self.second_tokens is not None:
+            is_second = torch.tensor([unit.is_second for unit in units])[layout.unit_ids]
+            tokens = torch.where(is_second.unsqueeze(1), local(self.second_tokens), tokens)
         return RankSlice(
             **{field.name: getattr(self, field.name) for field in fields(BinSamples)},
-            tokens=local(self.tokens),
+            tokens=tokens,
             meta=self._meta(layout),
             token_weights=self.token_weights[index],
             trained_lens=self.trained_lens,
@@ -336,6 +344,9 @@ class PackingCollator:
             token_weights=torch.cat(weights),
             num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
             condition_channels=_joined([rows for rows in channels if rows is not None], 0),
+            second_tokens=_joined(
+                [entry.tokens for each in entries for entry in each if isinstance(entry, SecondClip)], 0
+            ),
             image_embeds=torch.stack([rows for rows in images if rows is not None])
             if images[0] is not None
             else None,

@@ -71,7 +71,8 @@ def add_noise(
     assert len(keys) == len(layout.seq_lens)
     pairs = zip(keys, layout.seq_lens, strict=True)
     drawn = (draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs)
-    sigmas = [[sigma] for sigma in given_sigmas or drawn]
+    pairs_of_units = zip(given_sigmas or drawn, layout.samples, strict=True)
+    sigmas = [[sigma] * (units[-1].chunk + 1) for sigma, units in pairs_of_units]
     return mix_noise(tokens, layout, keys, seed, sigmas, num_cond_tokens=num_cond_tokens)
 
 
