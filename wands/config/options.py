@@ -121,6 +121,9 @@ class InitOptions(ClipOptions):
     on one GPU. For a published model, this command needs no files of the model."""
     full: bool = False
     """Train all weights of the model. Without --full, the recipe trains a LoRA, which needs less memory and fewer clips."""
+    chunk_frames: Annotated[int | None, Field(ge=1)] = None
+    """Write a recipe for teacher forcing in chunks of this number of latent frames, so that the model can sample chunk by chunk
+    [default: a training without chunks]."""
     gpus: Annotated[int | None, Field(ge=1)] = None
     """Total number of GPUs in all nodes together [default: the GPUs of this machine, or 1 for a machine without a GPU]."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
@@ -269,6 +272,9 @@ class CheckOptions(ClipOptions, PluginOptions):
     bins_per_step: Annotated[int | None, Field(ge=1)] = None
     """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. The command needs this value to
     predict the number of steps in an epoch [default: the default of the recipe key]."""
+    chunk_frames: Annotated[int | None, Field(ge=1)] = None
+    """Predict the packing for teacher forcing in chunks of this number of latent frames, which has longer sequences
+    [default: a training without chunks]."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of processes that decode clips at the same time [default: one per CPU core]."""
     json_path: Annotated[Path | None, Spelling("--json")] = None

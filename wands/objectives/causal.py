@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from wands.attention.units import Unit, UnitRule, join_visible, num_pairs
-from wands.config.recipe import Recipe
+from wands.config.recipe import ObjectiveConfig, Recipe
 from wands.data.collate import RankSlice
 from wands.errors import ConfigError
 from wands.flow.noise import NoisyBatch, draw_chunk_sigmas, mix_noise
@@ -33,14 +33,7 @@ class CausalFlowMatching(FlowMatching):
         """Return the units of a sample, for its tokens along (frame, row, column)."""
 
     def costs(self, clips: ClipFacts) -> ClipCosts:
-        grids, index = np.unique(clips.grids, axis=0, return_inverse=True)
-        costs = []
-        for frames, rows, columns in grids.tolist():
-            units = self.unit_rule((frames, rows, columns))
-            lens = [unit.num_tokens for unit in units]
-            costs.append((sum(lens), num_pairs(lens, lens, join_visible([units]))))
-        tokens, pairs = np.array(costs, dtype=np.int64).reshape(-1, 2).T
-        return ClipCosts(tokens=tokens[index.ravel()], pairs=pairs[index.ravel()])
+        return unit_costs(clips.grids, self.unit_rule)
 
     def prepare(self, part: RankSlice, expert: Expert) -> NoisyBatch:
         sigmas = []
@@ -96,6 +89,24 @@ class DiffusionForcing(CausalFlowMatching):
 
     def units(self, grid: tuple[int, int, int]) -> tuple[Unit, ...]:
         return diffusion_forcing_units(grid, self.config)
+
+
+def unit_costs(grids: np.ndarray, rule: UnitRule) -> ClipCosts:
+    """Return the costs of clips that are divided into units. `grids` are as in `ClipFacts`."""
+    different, index = np.unique(grids, axis=0, return_inverse=True)
+    costs = []
+    for frames, rows, columns in different.tolist():
+        units = rule((frames, rows, columns))
+        lens = [unit.num_tokens for unit in units]
+        costs.append((sum(lens), num_pairs(lens, lens, join_visible([units]))))
+    tokens, pairs = np.array(costs, dtype=np.int64).reshape(-1, 2).T
+    return ClipCosts(tokens=tokens[index.ravel()], pairs=pairs[index.ravel()])
+
+
+def teacher_forcing_costs(grids: np.ndarray, chunk_frames: int) -> ClipCosts:
+    """Return the costs of clips under teacher forcing, before a recipe exists. `grids` are as in `ClipFacts`."""
+    config = ObjectiveConfig(name="teacher_forcing", chunk_frames=chunk_frames)
+    return unit_costs(grids, partial(teacher_forcing_units, config=config))
 
 
 def objective_of(recipe: Recipe) -> FlowMatching:

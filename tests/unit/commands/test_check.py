@@ -26,6 +26,7 @@ from wands.commands.check import check as module
 from wands.commands.check.check_report import CheckReport, render_check_page, save_report
 from wands.data.clips.captions import estimate_tokens
 from wands.data.packing import plan_epoch
+from wands.patches import grid_size
 from wands.texts import safe_lines
 from wands.variants import VARIANTS
 
@@ -204,6 +205,24 @@ def test_several_captions_of_one_clip_are_no_duplicates(
     assert [clip.caption for clip in found.clips] == ["a man", "a man in a car"]
     assert not any("duplicate" in warning for clip in found.clips for warning in clip.warnings)
     assert len(tasks) == 1  # decoded once
+
+
+def test_packing_of_teacher_forcing(report: CheckReport, clips: Path) -> None:
+    """Chunks of one frame: all frames but the last twice."""
+    told = check(str(clips), **SMALL, max_tokens=220, bins_per_step=2, chunk_frames=1).packing
+    variant = VARIANTS["wan2.1-t2v-1.3b"]
+    grids = [
+        grid_size(variant.latent_size(s.num_frames, s.height, s.width), (1, 2, 2)) for s in report.samples
+    ]
+    tokens = np.array([(2 * f - 1) * h * w for f, h, w in grids])
+    pairs = np.array([(f * (f - 1) // 2 + f * (f + 1) // 2) * (h * w) ** 2 for f, h, w in grids])
+    linear = float(variant.dit.linear_flops_per_token())
+    attention = float(variant.dit.attention_flops_per_squared_token())
+    cost = linear * tokens + attention * pairs
+    plan = plan_epoch(tokens, max_tokens=220, bins_per_step=2, seed=3, epoch=5, cost=cost)
+    assert told is not None
+    assert (told.steps_per_epoch, told.problem) == (plan.num_steps, "")
+    assert max(sample.num_tokens for sample in report.samples) < tokens.max()
 
 
 def test_packing_is_that_of_training(report: CheckReport, clips: Path) -> None:

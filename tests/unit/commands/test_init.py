@@ -60,6 +60,30 @@ def project(clips: Path, tiny_pipeline: Path, tmp_path: Path) -> Path:
     return out
 
 
+def test_chunks_make_a_causal_recipe(clips: Path, tiny_pipeline: Path, tmp_path: Path):
+    """The longest clip has 7 latent frames of 24 tokens: 13 in a sequence of chunks of one frame."""
+    run(
+        clips,
+        "--model",
+        tiny_pipeline,
+        "--gpu-memory",
+        80,
+        "--fps",
+        25,
+        "--chunk-frames",
+        1,
+        "--out",
+        tmp_path,
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.objective.name, recipe.objective.chunk_frames) == ("teacher_forcing", 1)
+    assert recipe.packing.max_tokens >= 13 * 24
+    assert "# Teacher forcing: " in (tmp_path / "recipe.yaml").read_text()
+    check, _, _, infer = commands_of(tmp_path)
+    assert check[check.index("--chunk-frames") + 1] == "1"
+    assert "--causal" in infer
+
+
 def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path):
     text = (project / "recipe.yaml").read_text()
     recipe = load_recipe(project / "recipe.yaml")

@@ -42,6 +42,7 @@ from wands.data.clips.records import ClipRecord, Rejection
 from wands.data.clips.video import decode_clip, probe
 from wands.data.packing import plan_epoch
 from wands.errors import DataError
+from wands.patches import grid_size
 from wands.plugin import load_plugins, plugin_importer
 from wands.preprocess import clip_rules
 from wands.preprocess.progress import progress
@@ -358,6 +359,15 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
     if not samples:
         return None
     lengths = np.array([sample.num_tokens for sample in samples])
+    cost: Any = variant.dit.forward_flops
+    if options.chunk_frames is not None:
+        from wands.objectives.causal import teacher_forcing_costs
+
+        latents = [variant.latent_size(s.num_frames, s.height, s.width) for s in samples]
+        grids = np.array([grid_size(size, variant.dit.patch_size) for size in latents])
+        lengths, pairs = teacher_forcing_costs(grids, options.chunk_frames)
+        linear = float(variant.dit.linear_flops_per_token())
+        cost = linear * lengths + float(variant.dit.attention_flops_per_squared_token()) * pairs
     keys = [sample.key for sample in samples]
     recipe = Recipe()
     max_tokens = options.max_tokens or recipe.packing.max_tokens
@@ -370,7 +380,7 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
             bins_per_step=bins_per_step,
             seed=0,
             epoch=0,
-            cost=variant.dit.forward_flops,
+            cost=cost,
             keys=keys,
         )
     except DataError as error:

@@ -23,7 +23,7 @@
 # Run them on the GPUs above, in an environment with wands. Run all commands with: bash -e {{ (out ~ "/commands.sh") | quote | text }}
 
 # 1. Show which clips can be used. Rejected clips do not stop the script.
-wands check {{ clips }} --model {{ model | quote }} --max-tokens {{ best.workload.recipe.packing.max_tokens }} --bins-per-step {{ best.workload.recipe.train.bins_per_step }} --html {{ (out ~ "/clips.html") | quote }} || true
+wands check {{ clips }} --model {{ model | quote }} --max-tokens {{ best.workload.recipe.packing.max_tokens }} --bins-per-step {{ best.workload.recipe.train.bins_per_step }}{% if options.chunk_frames %} --chunk-frames {{ options.chunk_frames }}{% endif %} --html {{ (out ~ "/clips.html") | quote }} || true
 
 # 2. Encode the clips and captions once.
 wands preprocess {{ clips }} --model {{ model | quote }} --out {{ (out ~ "/cache") | quote }}
@@ -39,7 +39,7 @@ wands preprocess {{ clips }} --model {{ model | quote }} --out {{ (out ~ "/cache
 {{ train }}
 
 # 4. Sample the prompts of prompts.jsonl with the trained weights.
-wands infer --model {{ model | quote }} --checkpoint {{ (out ~ "/run") | quote }} --prompts-file {{ (out ~ "/prompts.jsonl") | quote }} --out {{ (out ~ "/samples") | quote }}
+wands infer{% if options.chunk_frames %} --causal{% endif %} --model {{ model | quote }} --checkpoint {{ (out ~ "/run") | quote }} --prompts-file {{ (out ~ "/prompts.jsonl") | quote }} --out {{ (out ~ "/samples") | quote }}
 {#- In GB: the text encoder takes 11.4, decoding up to 12, the CUDA context less than 2, and the model 2 bytes for each weight. #}
 {%- set memory, dit = best.task.machine.memory / 1e9, 2e-9 * variant.dit.num_params -%}
-{%- if memory < 25 + dit * variant.experts | length %} --offload {{ "model" if memory > [13.4, dit + 2] | max else "sequential" }}{% endif %}
+{%- if not options.chunk_frames and memory < 25 + dit * variant.experts | length %} --offload {{ "model" if memory > [13.4, dit + 2] | max else "sequential" }}{% endif %}

@@ -29,6 +29,9 @@ from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
 from wands.model.files.hub import published_name
+from wands.objectives.causal import teacher_forcing_costs
+from wands.objectives.objective import ClipCosts
+from wands.patches import grid_size
 from wands.planning.cluster import Cluster, choose_cluster
 from wands.planning.hardware import GB, with_measurements
 from wands.planning.memory import to_gib
@@ -80,9 +83,8 @@ def init(options: InitOptions) -> str:
         raise DataError(f"SOURCE={options.source}: no clip can be used; {first}")
     pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
     clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
-    mean = float(report.tokens.mean())
-    others = [_most_tokens(report.spec, variant)] if report.num_skipped else []  # they can have more tokens
-    lens = np.append(report.tokens, others).astype(np.int64)
+    costs = _costs(report, variant, options.chunk_frames)
+    mean = float(costs.tokens[: len(report.samples)].mean())
 
     held = _hold_out(report)
     samples = len(held) - held.sum()
@@ -90,7 +92,8 @@ def init(options: InitOptions) -> str:
     prompt = _prompt_of(clip, sample, variant)
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
     has_room = cluster.machine.memory / GB >= TEXT_ENCODER
-    find = partial(_find_settings, base, model, lens, cluster, [{}, load][: 1 + has_room], samples)
+    loads = [{}, load][: 1 + has_room]
+    find = partial(_find_settings, base, model, costs, cluster, loads, samples, options.chunk_frames)
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
     tokens = min(CLIPS_PER_STEP, samples) * mean
     task, best = find(tokens)
@@ -143,25 +146,46 @@ def _shrink(clip: CheckedClip, sample: CheckedSample, full: bool) -> str:
     return f"the longest sample is {shown_key(clip.key)}, {sample.num_frames} frames of {sample.width}x{sample.height}; {fix}"
 
 
+def _costs(report: CheckReport, variant: Variant, chunk_frames: int | None) -> ClipCosts:
+    """Return the costs of all samples, and of the longest that clips without decoding can have."""
+    patch = variant.dit.patch_size
+    sizes = [variant.latent_size(s.num_frames, s.height, s.width) for s in report.samples]
+    grids = [grid_size(size, patch) for size in sizes]
+    if report.num_skipped:
+        longest = variant.latent_size(report.spec.legal_frames(report.spec.max_frames or 1), 0, 0)
+        frames = grid_size(longest, patch)[0]
+        grids.append((frames, 1, _most_tokens(report.spec, variant) // frames))
+    tokens = np.array(grids, np.int64).prod(axis=1)
+    if chunk_frames is None:
+        return ClipCosts(tokens=tokens, pairs=tokens**2)
+    return teacher_forcing_costs(np.array(grids, np.int64), chunk_frames)
+
+
 def _find_settings(
     base: str,
     model: str,
-    lens: np.ndarray,
+    costs: ClipCosts,
     cluster: Cluster,
     loads: Sequence[dict[str, Any]],
     samples: int,
+    chunk_frames: int | None,
     tokens: float,
 ) -> tuple[Task, Candidate | None]:
     """Return the task without sample videos, and the fastest settings with about so many tokens in a step, None if none fit.
 
     The tokens are first in larger bins, which are faster than several small bins.
     """
+    lens = costs.tokens
+    share = float(costs.pairs.sum() / (lens.astype(float) ** 2).sum())
     usual_tokens = load_recipe(base).packing.max_tokens
     max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / cluster.gpus)))
     bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
-    recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
+    keys = [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"]
+    if chunk_frames is not None:
+        keys += ["objective.name=teacher_forcing", f"objective.chunk_frames={chunk_frames}"]
+    recipe = load_recipe(base, keys)
     parts = find_model(recipe, published_name(model))
-    tasks = [build_task(recipe, parts, lens, cluster, load) for load in loads]
+    tasks = [build_task(recipe, parts, lens, cluster, load | {"pair_share": share}) for load in loads]
     return tasks[0], _fastest(tasks, samples, cluster.gpus)
 
 
