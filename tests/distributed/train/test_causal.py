@@ -100,7 +100,7 @@ SETTINGS = {
     "selective": ("model.checkpointing=selective",),
     "full": ("model.checkpointing=full",),
     "offload": ("model.checkpointing=offload",),
-    "accumulation": ("train.bins_per_step=2",),
+    "compiled": ("model.compile=true",),
 }
 
 
@@ -217,6 +217,23 @@ def test_a_resumed_run_continues_bit_for_bit(tiny_pipeline: Path, tmp_path: Path
     worlds[2].run(run_training, tiny_pipeline, out, (*settings, "train.max_steps=2"), zero(3))
     rows = worlds[2].run(run_training, tiny_pipeline, out, (*settings, "train.max_steps=4"), zero(3), True)[0]
     assert losses(rows) == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_run_moves_to_other_grids(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    settings = (
+        *RULES["teacher, window"],
+        "packing.max_tokens=48",
+        "checkpoint.every=2",
+        "train.bins_per_step=2",
+    )
+    steps = ("train.max_steps=6",)
+    whole = worlds[1].run(run_training, tiny_pipeline, tmp_path / "whole", (*settings, *steps), zero(2))[0]
+    out = tmp_path / "moved"
+    for number, grid in enumerate((Grid(1, 2, 1), Grid(2, 1, 1), Grid(1, 1, 2))):
+        moved = (*settings, *grid.overrides, f"train.max_steps={2 * number + 2}")
+        rows = worlds[2].run(run_training, tiny_pipeline, out, moved, zero(2 + number % 2), number > 0)[0]
+    assert losses(rows) == pytest.approx(losses(whole), rel=2e-6)
 
 
 @pytest.mark.slow
