@@ -59,8 +59,9 @@ class RingAttention:
         names = [peers.group_name if peers else "" for peers in (self.group, self.grad_group)]
         lens = [length for row in meta.chunk_lens for length in row]
         visible = [number for entry in meta.visible for number in entry]
+        pairs = pairs_of_rank(meta.chunk_lens, meta.visible, self.group.rank() if self.group else 0)
         scale = q.shape[-1] ** -0.5
-        options = lens, degree, visible, *names, self.backend.name, scale
+        options = lens, degree, visible, pairs, *names, self.backend.name, scale
         out, _ = torch.ops.wands.ring_forward(q, k, v, *options)
         return out
 
@@ -73,6 +74,7 @@ def ring_forward(
     lens: Sequence[int],
     degree: int,
     visible: Sequence[int],
+    pairs: int,
     group: str,
     grad_group: str,
     backend: str,
@@ -81,8 +83,8 @@ def ring_forward(
     """Return the output [N, H, D] and the log-sum-exp [H, N] of `RingAttention` for q, k and v [N, H, D].
 
     `lens` has the number of tokens of each unit on the first rank of the ring, then on the second, and so on. `visible` has three
-    numbers for each entry of `meta.visible`. `group` is the name of the ring's process group, empty if `degree` is 1. Only the
-    backward pass uses `grad_group`.
+    numbers for each entry of `meta.visible`. `pairs` is the number of this rank's (query, key) pairs, for counted FLOPs. `group`
+    is the name of the ring's process group, empty if `degree` is 1. Only the backward pass uses `grad_group`.
     """
     chunk_lens = _split_rows(tuple(lens), degree)
     seen = _triples(tuple(visible))
@@ -121,6 +123,7 @@ def ring_backward(
     lens: Sequence[int],
     degree: int,
     visible: Sequence[int],
+    pairs: int,
     group: str,
     grad_group: str,
     backend: str,
@@ -251,17 +254,18 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def attention_flops(
-    q_shape: Sequence[int], lens: Sequence[int], degree: int, visible: Sequence[int], rank: int
-) -> int:
-    """Return the FLOPs of `ring_forward` on one rank of a ring.
+@lru_cache(maxsize=256)
+def pairs_of_rank(chunk_lens: ChunkLens, visible: Visible, rank: int) -> int:
+    """Return the number of (query, key) pairs of one rank of a ring, with keys on all ranks."""
+    of_all = [sum(lens) for lens in zip(*chunk_lens, strict=True)]
+    return num_pairs(chunk_lens[rank], of_all, visible)
 
-    They are two matmuls, the scores and the weighted sum of the values. `q_shape` is (tokens, heads, head dim). Each query
-    attends to all keys that its unit sees, on all ranks. `lens` and `visible` are as in `ring_forward`.
+
+def attention_flops(q_shape: Sequence[int], pairs: int) -> int:
+    """Return the FLOPs of `ring_forward`: two matmuls, the scores and the weighted sum of the values.
+
+    `q_shape` is (tokens, heads, head dim). `pairs` is the number of (query, key) pairs.
     """
-    rows = _split_rows(tuple(lens), degree)
-    of_all = [sum(keys) for keys in zip(*rows, strict=True)]
-    pairs = num_pairs(rows[rank], of_all, _triples(tuple(visible)))
     return 4 * pairs * q_shape[1] * q_shape[2]
 
 
@@ -270,9 +274,8 @@ BACKWARD_FLOPS = 2.5
 
 
 @register_flop_formula(torch.ops.wands.ring_forward)
-def _(q: Any, k: Any, v: Any, lens: Any, degree: int, visible: Any, group: str, *_: Any, **__: Any) -> int:
-    rank = dist.get_rank(named_group(group)) if degree > 1 else 0
-    return attention_flops(q, lens, degree, visible, rank)
+def _(q: Any, k: Any, v: Any, lens: Any, degree: int, visible: Any, pairs: int, *_: Any, **__: Any) -> int:
+    return attention_flops(q, pairs)
 
 
 @register_flop_formula(torch.ops.wands.ring_backward)

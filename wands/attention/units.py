@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ ALL_ROWS = slice(None)
 
 LARGE_PIECE = 2**21
 """Smallest number of (query, key) pairs for which a piece is a separate call of the attention kernel."""
+MOST_COPIES = 4
+"""Largest number of copied keys / number of keys. Of many short chunks, the longest ranges become separate calls."""
 
 
 class Unit(NamedTuple):
@@ -91,7 +93,7 @@ class Piece(NamedTuple):
     segments: Segments
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def pieces_of(
     lens_q: tuple[int, ...],
     lens_k: tuple[int, ...],
@@ -118,11 +120,16 @@ def pieces_of(
     pieces = []
     rounds: list[dict[int, tuple[int, int]]] = []  # of small pieces: unit to rows of k
     num_small = [0] * len(lens_q)
-    for unit, first, end in visible:
-        rows = starts_k[first], starts_k[end]
-        pairs = lens_q[unit] * (rows[1] - rows[0])
-        if pairs >= large:
-            segments = Segments.build((lens_q[unit],), (rows[1] - rows[0],), device)
+    ranges_of_keys = [(unit, starts_k[first], starts_k[end]) for unit, first, end in visible]
+    longest = _longest_copy(
+        [(end - first, lens_q[unit]) for unit, first, end in ranges_of_keys], large, sum(lens_k)
+    )
+    for unit, *bounds in ranges_of_keys:
+        rows = bounds[0], bounds[1]
+        num_keys = rows[1] - rows[0]
+        pairs = lens_q[unit] * num_keys
+        if pairs and (pairs >= large or num_keys > longest):
+            segments = Segments.build((lens_q[unit],), (num_keys,), device)
             pieces.append(Piece(slice(starts_q[unit], starts_q[unit + 1]), slice(*rows), segments))
         elif pairs:
             if num_small[unit] == len(rounds):
@@ -140,3 +147,18 @@ def pieces_of(
         segments = Segments.build([lens_q[unit] for unit in units], lens, device)
         pieces.append(Piece(queries, keys, segments))
     return tuple(pieces)
+
+
+def _longest_copy(ranges: Sequence[tuple[int, int]], large: int, num_keys: int) -> int:
+    """Return the largest number of keys of a small piece, so that all copies have at most `MOST_COPIES` times the keys.
+
+    `ranges` are (number of keys, number of queries) of each piece.
+    """
+    copied = 0
+    longest = 0
+    for length, same in groupby(sorted(keys for keys, queries in ranges if 0 < keys * queries < large)):
+        copied += sum(same)
+        if copied > MOST_COPIES * num_keys:
+            break
+        longest = length
+    return longest

@@ -106,12 +106,13 @@ def _trained_clips(checkpoint: Checkpoint, run: PreparedRun, plan: EvaluationPla
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
-    """Return the recipe of the evaluation. A run gives its seed, model, lora, flow, loss, attention and precision."""
+    """Return the recipe of the evaluation. A run gives its seed and the sections that decide the loss."""
     values: dict[str, Any] = {"model": {"path": options.model}, "train": {}}
     if checkpoint is not None:
         keys = ("model", "lora", "flow", "loss", "attention", "precision")
         saved = checkpoint.state.recipe
         values = {key: saved[key] for key in keys}
+        values["objective"] = saved.get("objective", {})  # missing in early checkpoints
         values["train"] = {"seed": saved["train"]["seed"]}
         values["model"] = saved["model"] | {"path": checkpoint.state.base}
         if values["lora"]:

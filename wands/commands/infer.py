@@ -23,7 +23,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_full_weights
-from wands.commands.infer_causal import causal_config, causal_problems, make_causal
+from wands.commands.infer_causal import CHUNK_OPTIONS, causal_config, causal_problems, make_causal
 from wands.commands.infer_files import SHEET_FRAMES, InferResult, Sampler, label_of, next_number
 from wands.conditions.condition import Condition
 from wands.config.options import InferOptions
@@ -90,9 +90,11 @@ def infer(
     with start_together():
         conditions = (*conditions, *load_plugins(options.imports).conditions)
         source, requests, images, files, dims, device = _check_requests(options, more_requests, conditions)
-        causal = causal_config(options)
+        causal = causal_config(options, source)
     is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
+    if causal is not None:
+        origin["causal"] = causal.model_dump(include=set(CHUNK_OPTIONS))
     if dims.world_size > 1:
         check_ranks(source, origin, requests, images, files, dims)
     _log_sources(source, plural(len(requests), "video"), device)

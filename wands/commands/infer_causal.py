@@ -20,7 +20,7 @@ from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import ConfigError, WandsError
 from wands.export.export_record import RECORD_FILE
 from wands.files import read_json_object
-from wands.sampling.pipeline import AnyPipeline
+from wands.sampling.pipeline import AnyPipeline, PipelineSource
 from wands.sampling.requests import SampleRequest
 from wands.sampling.rollout import packed_adapters, rollout_problems
 from wands.sampling.sharing import check_pipelines
@@ -38,7 +38,7 @@ CHUNK_OPTIONS = (
 """Options of `InferOptions` that replace settings of the training."""
 
 
-def causal_config(options: InferOptions) -> ObjectiveConfig | None:
+def causal_config(options: InferOptions, source: PipelineSource) -> ObjectiveConfig | None:
     """Return the chunks with which to sample, or None without --causal.
 
     They are those of the training, from the checkpoint or from the `wands_export.json` of the model or of a LoRA, with the
@@ -47,7 +47,7 @@ def causal_config(options: InferOptions) -> ObjectiveConfig | None:
     Raises:
         ConfigError: if neither the model nor the options tell the chunks, or options do not fit each other.
     """
-    trained = _trained_config(options)
+    trained = _trained_config(options, source)
     is_trained = trained.get("name", "flow_matching") != "flow_matching"
     if not options.causal:
         if is_trained:
@@ -71,18 +71,21 @@ def causal_config(options: InferOptions) -> ObjectiveConfig | None:
         raise ConfigError(f"--causal: {text}.") from None
 
 
-def _trained_config(options: InferOptions) -> dict[str, Any]:
-    """Return the section `objective` of the training's recipe; empty if it is not known."""
+def _trained_config(options: InferOptions, source: PipelineSource) -> dict[str, Any]:
+    """Return the section `objective` of the training's recipe; empty if it is not known.
+
+    The first causal one of the model, its transformers and its LoRAs: a LoRA may have another base.
+    """
     if options.checkpoint is not None:
         found: dict[str, Any] = find_checkpoint(options.checkpoint).state.recipe.get("objective") or {}
         return found
-    folders = [options.model, *(path.rpartition("=")[0] or path for path in (*options.lora, *options.lora_1))]
-    for folder in map(Path, folders):
+    folders = [Path(source.model), *(Path(dit.folder) for dit in source.dits.values())]
+    folders += [file.path.parent for lora in source.loras for file in lora.files]
+    for folder in folders:
         with suppress(WandsError, OSError):
-            record = read_json_object(folder / RECORD_FILE)
-            recipe = record.get("recipe")
+            recipe = read_json_object(folder / RECORD_FILE).get("recipe")
             section = recipe.get("objective") if isinstance(recipe, dict) else None
-            if isinstance(section, dict):
+            if isinstance(section, dict) and section.get("name", "flow_matching") != "flow_matching":
                 return section
     return {}
 

@@ -89,11 +89,14 @@ class Sampler:
         texts = encode_all_texts(pipeline, request, self.source.variant.vae_stride[0])
         texts[0][1][0].sum().item()  # waits for the GPU
         times.append(time.perf_counter())
+        waits: list[float] = []
         if self.causal is None:
             latents = sample_latents(pipeline, request, images, texts[0][1], self.guidance, inputs)
             parts: Iterable[torch.Tensor] = [latents]
         else:
-            parts = roll_out(pipeline, request, self.causal, texts, images)  # decoded as they come
+            parts = _timed(
+                roll_out(pipeline, request, self.causal, texts, images), waits
+            )  # decoded as they come
         times.append(time.perf_counter())
         if self.rank > 0:
             deque(parts, maxlen=0)  # denoises with the other ranks
@@ -108,6 +111,7 @@ class Sampler:
         fps = options.fps or self.source.variant.fps
         save_video(options.out_dir / f"{stem}.mp4", _shown(frames, request.num_frames, shown), fps)
         times.append(time.perf_counter())
+        times[2] += sum(waits)
         shift = pipeline.scheduler.config[shift_key(pipeline.scheduler)]
         result = InferResult(
             request=request.model_copy(update={"flow_shift": shift}),
@@ -127,6 +131,15 @@ def _decode_whole(
 ) -> Iterable[np.ndarray]:
     [latents] = parts
     return decode_latents(pipeline, latents, tiled=tiled)
+
+
+def _timed(parts: Iterable[torch.Tensor], waits: list[float]) -> Iterator[torch.Tensor]:
+    """Yield the parts, and append the seconds that each took to `waits`."""
+    began = time.perf_counter()
+    for part in parts:
+        waits.append(time.perf_counter() - began)
+        yield part
+        began = time.perf_counter()
 
 
 def _kept(chunks: Iterable[torch.Tensor], latents: list[torch.Tensor], keeps: bool) -> Iterator[torch.Tensor]:

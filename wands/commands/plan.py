@@ -26,7 +26,7 @@ from wands.errors import CacheError, ConfigError
 from wands.files import write_text
 from wands.model.files.hub import published_name
 from wands.objectives.causal import objective_of
-from wands.objectives.objective import ClipFacts
+from wands.objectives.objective import ClipCosts, ClipFacts
 from wands.planning.cluster import Cluster, choose_cluster
 from wands.planning.hardware import MACHINES, Machine, has_fp8, with_measurements
 from wands.planning.memory import checkpoint_bytes, to_gib
@@ -36,7 +36,7 @@ from wands.planning.weights import list_weights, read_model
 from wands.planning.workload import Weight, Workload
 from wands.plugin import load_plugins
 from wands.run.schedule import plan_clips
-from wands.run.sizes import objective_load
+from wands.run.sizes import forward_flops, objective_load
 from wands.texts import format_seconds, plural
 from wands.train.evaluation_plan import num_forwards
 from wands.train.samples import plan_videos
@@ -84,8 +84,10 @@ def plan(options: PlanOptions) -> str:
     _, variant, experts = model
     objective = plugin.objective or objective_of(recipe)
     objective.setup(recipe, variant)
-    costs = objective.costs(_clips(recipe, variant, options))
-    load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
+    clips = _clips(recipe, variant, options)
+    costs = objective.costs(clips)
+    videos = plan_videos(recipe, variant, experts, has_model=False, has_images=False)
+    load = sampling_load(videos, variant, recipe.objective)
     load |= objective_load(objective, costs)
     cluster = choose_cluster(options.hardware, options.gpus, **options.model_dump(include=_MACHINE_OPTIONS))
     cluster = replace(cluster, machine=with_measurements(cluster.machine, options.hardware_file))
@@ -108,7 +110,10 @@ def plan(options: PlanOptions) -> str:
         head += f"\nassumed: {len(task.seq_lens)} clips (--clips) of {options.frames} frames (--frames), {options.size} (--size)"
     if len(candidates) > 1:
         head += "\nsorted by speed; the first line is the simplest of the settings that are at most 2 % slower than the fastest"
-    details = _describe_best(best, variant), f"start the training with\n  {start_command(best, options)}"
+    details = (
+        _describe_best(best, variant, clips, costs),
+        f"start the training with\n  {start_command(best, options)}",
+    )
     return "\n\n".join([head, _candidate_table(candidates[:_NUM_ROWS]), *details])
 
 
@@ -281,14 +286,14 @@ def _candidate_table(candidates: Sequence[Candidate]) -> str:
     return "\n".join("  " + "  ".join(row) for row in zip(*columns, strict=True))
 
 
-def _describe_best(best: Candidate, variant: Variant) -> str:
+def _describe_best(best: Candidate, variant: Variant, of_clips: ClipFacts, costs: ClipCosts) -> str:
     task = best.task
     recipe = best.workload.recipe
     parts = ", ".join(f"{name} {to_gib(size)}" for name, size in best.memory.device.items())
     tokens = int(task.seq_lens.sum())
     bins = recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
-    cache = _planned_cache_bytes(task, variant) / 1e9
+    cache = _planned_cache_bytes(of_clips, variant) / 1e9
     checkpoint = checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
     if total == "auto":
@@ -313,11 +318,11 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     if recipe.eval:
         # All clips are assumed to have the mean length.
         load = best.workload
-        length = int(task.seq_lens.mean())
+        length = int(costs.tokens.mean())
         ranks = load.cp_size * load.tensor_degree
         training = total * bins * ranks * best.prediction.flops * load.num_models
         forwards = 9 * num_forwards(recipe, total, variant, load.num_models)
-        each = forwards * variant.dit.forward_flops([length])
+        each = forwards * forward_flops(variant.dit, [length], int(costs.pairs.mean()))
         share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
         lines.append(
             f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
@@ -396,12 +401,12 @@ def describe_smallest(task: Task, fix: str) -> str:
     )
 
 
-def _planned_cache_bytes(task: Task, variant: Variant) -> float:
+def _planned_cache_bytes(clips: ClipFacts, variant: Variant) -> float:
     """Return the size of a latent cache in bytes, for clips of the mean length and captions of `_TEXT_TOKENS` tokens."""
     patch_size = variant.dit.patch_size
     frames, rows, columns = patch_size
-    tokens = round(float(task.seq_lens.mean()))
+    tokens = round(float(clips.num_tokens.mean()))
     size = ClipSize((frames, rows, columns * tokens), patch_size)  # only the number of tokens counts
     specs = [spec for spec in arrays_of(variant) if not spec.optional]
     of_clip = sum(spec.num_bytes(spec.shape(size, [_TEXT_TOKENS] * spec.num_free)) for spec in specs)
-    return float(of_clip * len(task.seq_lens))
+    return float(of_clip * len(clips))

@@ -522,6 +522,16 @@ class ObjectiveConfig(StrictModel):
             )
         if self.sink_frames and self.window_frames is None:
             raise ValueError("sink_frames needs window_frames; set window_frames, or remove sink_frames")
+        if self.window_frames is not None and self.window_frames < self.chunk_frames:
+            raise ValueError(
+                f"window_frames={self.window_frames} must be at least chunk_frames={self.chunk_frames}, because a chunk sees "
+                "only whole chunks; raise window_frames"
+            )
+        first = 1 if self.independent_first_frame else self.chunk_frames
+        if 0 < self.sink_frames < first:
+            raise ValueError(
+                f"sink_frames={self.sink_frames} must be 0 or at least {first}, the frames of the first chunk; change sink_frames"
+            )
         if self.context_noise and self.name == "diffusion_forcing":
             raise ValueError(
                 "context_noise is for teacher_forcing, because earlier chunks have noise in diffusion_forcing; remove "

@@ -36,6 +36,9 @@ from wands.flow.rng import SampleKey, rng
 from wands.patches import grid_size, latent_size, patchify
 from wands.variants import DiTShape
 
+NO_TOKENS = 1e-30
+"""Takes the place of a sum of token weights that is 0, so that a loss divided by it is 0 and not NaN."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -195,7 +198,7 @@ class PackedBatch(BinSamples):
         A sum of 0 is replaced by 1e-30, so that the sample's loss divided by it is 0 and not NaN.
         """
         pairs = zip(self.token_weights.double().split(self.seq_lens), self.num_cond_tokens, strict=True)
-        return tuple(max(float(rows[num_cond:].sum()), 1e-30) for rows, num_cond in pairs)
+        return tuple(max(float(rows[num_cond:].sum()), NO_TOKENS) for rows, num_cond in pairs)
 
     def rank_slice(self, layout: ContextLayout) -> RankSlice:
         """Return the slice of the batch that one rank processes. `layout` must be made for the `seq_lens` of this batch."""
@@ -235,7 +238,7 @@ class PackedBatch(BinSamples):
                 continue
             first = max(unit.start, self.num_cond_tokens[sample])
             rows = self.token_weights[starts[sample] + first : starts[sample] + unit.stop]
-            entries.append(LossEntry(sample, unit.chunk, max(float(rows.double().sum()), 1e-30)))
+            entries.append(LossEntry(sample, unit.chunk, max(float(rows.double().sum()), NO_TOKENS)))
         return tuple(entries)
 
     def _meta(self, layout: ContextLayout) -> PackedMeta:

@@ -296,7 +296,10 @@ class Activations:
         attention = (14 + 6 * narrow) * shape.dim
         ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * self.own_ffn
         tokens = self.workload.video_tokens / self.workload.cp_size
-        return tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
+        # Keys and values of causal sampling. The ranks of a ring have those of all tokens.
+        cached = self.workload.cached_tokens / self.workload.ulysses_degree * self.workload.num_models
+        cache = cached * 2 * shape.dim * shape.num_layers * narrow
+        return tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels) + cache
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes in host memory of offloaded activations and of the data of prefetched steps."""

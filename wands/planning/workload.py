@@ -43,6 +43,7 @@ class Workload:
         max_tokens: largest number of tokens in a bin.
         max_samples: largest number of samples in a bin.
         video_tokens: number of tokens of the longest sample video; 0 without sample videos.
+        cached_tokens: largest number of tokens whose keys and values causal sampling caches, over all predictions of a DiT.
         video_flops: FLOPs, summed over all ranks, to generate all sample videos once.
         forwards: (forward passes with gradient, without gradient) that the objective makes for one bin.
         pair_share: attention pairs of the clips / the pairs in which every token of a clip attends to all its tokens.
@@ -64,6 +65,7 @@ class Workload:
     max_tokens: int = 1
     max_samples: int = 1
     video_tokens: int = 0
+    cached_tokens: int = 0
     video_flops: int = 0
     forwards: tuple[int, int] = (1, 0)
     pair_share: float = 1.0

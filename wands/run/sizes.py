@@ -90,5 +90,5 @@ def run_workload(
         max_tokens=max(int(schedule.costs.tokens[list(bin)].sum()) for bin in forwards),
         max_samples=max(map(len, forwards)),
         **objective_load(schedule.objective, schedule.costs),
-        **sampling_load(samples, model.variant),
+        **sampling_load(samples, model.variant, recipe.objective),
     )

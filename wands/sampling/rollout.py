@@ -74,7 +74,8 @@ class ChunkAttention:
         lens = [sum(row) for row in meta.chunk_lens]
         keys, values = (self._gather(x, lens) for x in (k, v))
         if self.written is not None:
-            self.cache[self.written].append((keys, values))
+            # Copies, because with Ulysses these are views of one tensor with the queries.
+            self.cache[self.written].append((keys.clone(), values.clone()))
         layers = [self.cache[chunk][self._layer] for chunk in self.seen]
         all_keys = torch.cat([*(layer[0] for layer in layers), keys])
         all_values = torch.cat([*(layer[1] for layer in layers), values])
@@ -139,6 +140,7 @@ class ChunkAdapter(DiTAdapter):
                 block.attn1.set_processor(processor)
             self._caches.clear()
             self._inputs.clear()
+            self._attention.begin({}, (), None)
 
     def begin_chunk(self, first_frame: int, seen: Sequence[int]) -> None:
         """Prepare the calls for a chunk that begins at a latent frame and sees the chunks `seen`. The others are forgotten."""
@@ -210,6 +212,7 @@ def roll_out(
     stride = pipeline.vae_scale_factor_spatial
     channels = adapters[0].config.out_channels
     conditions = _ChunkConditions(pipeline, num_frames)
+    is_finite = True
     with _attached(adapters):
         for chunk, (first, end) in enumerate(bounds):
             seen = seen_chunks(bounds, chunk, config.window_frames, config.sink_frames)
@@ -227,17 +230,19 @@ def roll_out(
                 **call_options(request),
                 **images,
             ).frames
-            if not torch.isfinite(latents).all():
-                raise WandsError(
-                    f"--prompt={request.prompt!r}: chunk {chunk} has values that are not finite. Use --dtype=fp32. If the error "
-                    "remains, use the weights of another checkpoint.",
-                    agreed=True,
-                )
+            is_finite = is_finite and bool(torch.isfinite(latents).all())
             if chunk + 1 < len(bounds):
                 noise = _noise(shape, request.seed, chunk, "context").to(latents)
                 for adapter in adapters:
                     adapter.write(chunk, latents, noise, config.context_noise)
             yield latents[0].float().cpu()
+    # After all passes: with ZeRO-3, the ranks of other videos wait for this rank's passes.
+    if not is_finite:
+        raise WandsError(
+            f"--prompt={request.prompt!r}: the sample has values that are not finite. Use --dtype=fp32. If the error remains, "
+            "use the weights of another checkpoint.",
+            agreed=True,
+        )
 
 
 def num_latent_frames(request: SampleRequest, stride: int) -> int:
@@ -255,6 +260,10 @@ def rollout_problems(requests: Sequence[SampleRequest], variant: Variant, is_cau
     for number, request in enumerate(requests, start=1):
         name = f"later_prompts of prompt {number}"
         starts = [first for first, _ in request.later_prompts or ()]
+        if late := [first for first in starts if first >= request.num_frames]:
+            problems.append(
+                f"{name} begin at frame {late[0]}, but the video has {request.num_frames} frames. Remove them, or raise --frames."
+            )
         if starts and not is_causal:
             problems.append(f"{name} need causal sampling. Remove them, or use a causally trained model.")
         if starts != sorted(set(starts)):

@@ -89,7 +89,6 @@ def memory_snapshots(training: Training) -> Iterator[None]:
 def _record(training: Training, first: int, number: int) -> Iterator[None]:
     on_gpu = training.device.type == "cuda"
     memory = torch.cuda.memory
-    ring = training.groups.ring
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
     if (
         not on_gpu
@@ -117,7 +116,7 @@ def _record(training: Training, first: int, number: int) -> Iterator[None]:
     path = _path(training.output_dir, training.rank, f"step_{first:06d}.json.gz")
     with atomic_path(path) as temporary:
         recorded.export_chrome_trace(str(temporary))
-    table = format_scopes(sum_scopes(recorded.events(), ring.rank() if ring else 0), seconds, number)
+    table = format_scopes(sum_scopes(recorded.events()), seconds, number)
     table = f"profile of rank {training.rank}, steps {first} to {first + number - 1}: {path}\n{table}"
     write_text(_path(training.output_dir, training.rank, f"step_{first:06d}.txt"), table + "\n")
     training.log(table)
@@ -127,12 +126,12 @@ def _path(output_dir: Path, rank: int, name: str) -> Path:
     return output_dir / "profile" / f"rank{rank}_{name}"
 
 
-def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, np.ndarray]:
+def sum_scopes(events: Iterable[FunctionEvent]) -> dict[str, np.ndarray]:
     """Return [calls, CPU microseconds, GPU microseconds, FLOPs] of the profiler events in each scope of `SCOPES` and in "other".
 
     An event whose name matches no scope belongs to the scope of the innermost enclosing event that has one. An event of the
     backward pass belongs to the scope of its forward operator, and is not counted as a call. The events must be recorded with the
-    shapes of their inputs. Ranks of a ring can have different attention FLOPs, hence `ring_rank`.
+    shapes of their inputs.
     """
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Of the forward operators with the same sequence number, the last created the backward operator with this number.
@@ -153,7 +152,7 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
         calls = _scope_of_name(event.name) == scope and scope_of(event.cpu_parent) != scope
         # The matmuls of a kernel in plain PyTorch are part of the attention.
         counted = event.name in MATMULS and scope != "attention"
-        flops = event.flops if counted else _attention_flops(event, ring_rank)
+        flops = event.flops if counted else _attention_flops(event)
         rows[scope] += (calls, event.self_cpu_time_total, event.self_device_time_total, flops)
     return dict(rows)
 
@@ -199,12 +198,12 @@ def _scope_of_name(name: str) -> str | None:
     return next((scope for scope, pattern in SCOPES.items() if re.match(pattern, name)), None)
 
 
-def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
+def _attention_flops(event: FunctionEvent) -> float:
     """Return the FLOPs of an operator that computes self-attention; 0 for others."""
     shapes: Any = event.input_shapes  # torch declares the shape of one input
     values = event.concrete_inputs
     if event.name == "wands::ring_forward":
-        return attention_flops(shapes[0], values[3], values[4], values[5], ring_rank)
+        return attention_flops(shapes[0], values[6])
     if event.name == "wands::ring_backward":
-        return BACKWARD_FLOPS * attention_flops(shapes[1], values[6], values[7], values[8], ring_rank)
+        return BACKWARD_FLOPS * attention_flops(shapes[1], values[9])
     return 0

@@ -362,7 +362,8 @@ class RunSamples(Job):
             self._vae.to(self._home)
         video = str(stem.relative_to(self._training.output_dir))
         seconds = round(time.perf_counter() - started, 3)
-        row = {"step": step, "weights": kind, "number": number, **request.model_dump(), "seconds": seconds}
+        options = request.model_dump(mode="json")
+        row = {"step": step, "weights": kind, "number": number, **options, "seconds": seconds}
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
     def _view(self, number: int, request: SampleRequest) -> tuple[Any, ConditionImages]:
@@ -398,8 +399,9 @@ class RunSamples(Job):
         columns = {(0, "raw"): label} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}
         sheet = []
         for request in self._requests:
+            wanted = request.model_dump(mode="json")
             # A resumed run may have other prompts.
-            own = [row for row in self._rows if all(row.get(k) == v for k, v in request.model_dump().items())]
+            own = [row for row in self._rows if all(row.get(k) == v for k, v in wanted.items())]
             files = {(row["step"], row["weights"]): self._training.output_dir / row["video"] for row in own}
             spec = ClipSpec(fps, size_multiple=2)
             videos = [next(decode_clip(files[key], spec)).frames if key in files else None for key in columns]

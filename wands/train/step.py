@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
+from wands.data.collate import NO_TOKENS, LossEntry, RankSlice
 from wands.distributed.dims import ProcessGroups
 from wands.distributed.engine_protocol import TrainingEngine
 from wands.engine.block_norms import measure_blocks
@@ -65,7 +66,7 @@ def train_step(
     lens = torch.tensor([entry.trained_len for _, entry in entries], dtype=torch.float64)
     sigmas = [sigma for _, prepared in batches for sigma in prepared.sigmas.tolist()]
     clips = [
-        TrainedClip(part.keys[entry.sample], sigma, float(part.weights[entry.sample]), entry.chunk)
+        TrainedClip(part.keys[entry.sample], sigma, _weight_in_log(part, entry), entry.chunk)
         for (part, entry), sigma in zip(entries, sigmas, strict=True)
     ]
     blocks = finish() if finish else {}
@@ -77,6 +78,12 @@ def train_step(
         skipped=skipped,
         blocks=blocks,
     )
+
+
+def _weight_in_log(part: RankSlice, entry: LossEntry) -> float:
+    """Return the weight of a clip, or 0 for a chunk without trained tokens, which has no loss."""
+    is_masked = entry.chunk is not None and entry.trained_len <= NO_TOKENS
+    return 0.0 if is_masked else float(part.weights[entry.sample])
 
 
 def _gradient_norm(model: torch.nn.Module, groups: ProcessGroups) -> torch.Tensor:

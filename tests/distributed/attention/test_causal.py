@@ -155,6 +155,25 @@ def test_the_pairs_of_a_ring_are_balanced():
         assert 1.0 <= plan.cost_balance() < 1.03
 
 
+def test_copies_of_keys_are_bounded():
+    """Eighty chunks of one frame: without the bound, forty times the keys would be copied."""
+    [own] = units_of([(80, 1, 4)], ObjectiveConfig(name="diffusion_forcing", chunk_frames=1))
+    lens = tuple(unit.num_tokens for unit in own)
+    pieces = units.pieces_of(lens, lens, join_visible([own]), torch.device("cpu"))
+    copied = sum(len(piece.keys) for piece in pieces if isinstance(piece.keys, Tensor))
+    assert 0 < copied <= units.MOST_COPIES * sum(lens)
+    seen = torch.zeros(sum(lens), sum(lens))
+    for piece in pieces:
+        index = torch.arange(sum(lens))
+        rows = index[piece.queries]
+        keys = index[piece.keys]
+        for of_q, of_k in piece.segments.pairs():
+            seen[rows[of_q][:, None], keys[of_k]] += 1
+    assert torch.equal(
+        seen, dense_mask((80, 1, 4), ObjectiveConfig(name="diffusion_forcing", chunk_frames=1)).float()
+    )
+
+
 def test_a_ring_turns_for_units_that_no_rank_shares():
     """Units with fewer tokens than ranks lie whole on one rank, but see units on others."""
     bin = units_of([(3, 1, 1)], ObjectiveConfig(name="diffusion_forcing", chunk_frames=1))

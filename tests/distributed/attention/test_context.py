@@ -347,7 +347,7 @@ def test_the_operators_keep_pytorchs_rules_for_operators(layout: str, visible: l
     q, k, v, dout = make_inputs((5, 3), torch.float64)
     if layout == "heads first":  # in memory
         q, k, v, dout = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, dout))
-    plan = ([5, 3], 1, visible, "", "", "cpu", 0.3)
+    plan = ([5, 3], 1, visible, 34, "", "", "cpu", 0.3)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(ring.ring_forward, (*leaves, *plan))
     out, lse = torch.ops.wands.ring_forward(q, k, v, *plan)

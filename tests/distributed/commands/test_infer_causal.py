@@ -152,6 +152,8 @@ def test_ranks_roll_out_the_video_of_one_process(
         ({"chunk_frames": None}, "--causal needs the chunks of the training"),
         ({"causal": False}, "--chunk-frames needs causal sampling; add --causal"),
         ({"sink_frames": 3}, "--causal: sink_frames needs window_frames"),
+        ({"window_frames": 1}, "--causal: window_frames=1 must be at least chunk_frames=2"),
+        ({"window_frames": 2, "sink_frames": 1}, "--causal: sink_frames=1 must be 0 or at least 2"),
         ({"vae_tiling": True}, "--vae-tiling does not work with --causal"),
         ({"guidance_mode": "batched"}, "--guidance-mode does not work with --causal"),
         (
@@ -171,6 +173,9 @@ def test_later_prompts_need_causal_sampling(tiny_pipeline: Path, tmp_path: Path)
     request = SampleRequest(prompt="a", later_prompts=[(5, "b")])
     with pytest.raises(ConfigError, match="later_prompts of prompt 1 need causal sampling"):
         infer(tiny_pipeline, [request], out_dir=tmp_path, num_frames=9, **SMALL)
+    late = SampleRequest(prompt="a", later_prompts=[(9, "b")])
+    with pytest.raises(ConfigError, match="begin at frame 9, but the video has 9 frames"):
+        sample(tiny_pipeline, tmp_path, late, num_frames=9)
     unsorted = SampleRequest(prompt="a", later_prompts=[(5, "b"), (5, "c")])
     with pytest.raises(ConfigError, match="must be in ascending order"):
         sample(tiny_pipeline, tmp_path, unsorted, num_frames=9)
@@ -203,6 +208,9 @@ def test_the_chunks_of_the_training_are_used(
     assert not torch.equal(
         known, sample(tiny_pipeline, tmp_path / "clean", **options | {"context_noise": 0.0})
     )
+    [record] = read_rows(tmp_path / "given" / "samples.jsonl")
+    assert record["causal"]["chunk_frames"] == 2
+    assert record["causal"]["context_noise"] == 0.1
     infer(tiny_pipeline, ["a"], out_dir=tmp_path / "plain", checkpoint=run, num_frames=5, **SMALL)
     assert "the model was trained with objective.name=teacher_forcing; add --causal" in caplog.text
 

@@ -116,6 +116,7 @@ def rolled_velocity(config: ObjectiveConfig, groups: ProcessGroups) -> tuple[Ten
                     parts += [velocity] if prediction == "cond" else []
             adapter.write(chunk, clip[None, :, own], of_context[None, :, own], config.context_noise)
             cached.append(len(adapter._caches["cond"]))
+    assert not adapter._attention.cache  # no keys stay in memory
     return torch.cat(parts, 1), cached
 
 

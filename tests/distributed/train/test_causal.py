@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.train.test_datasets import write_cache
 from tests.support.causal import stock_causal_gradients
 from tests.support.runs import losses, make_run, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
@@ -20,6 +22,8 @@ from wands.attention import layout
 from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.attention.units import Unit
+from wands.commands.evaluate import evaluate
+from wands.config.options import EvaluateOptions
 from wands.config.recipe import ObjectiveConfig
 from wands.data.collate import PackedBatch
 from wands.errors import ConfigError
@@ -27,6 +31,7 @@ from wands.files import read_rows
 from wands.objectives import causal
 from wands.objectives.flow_matching import FlowMatching
 from wands.plugin import Plugin
+from wands.train import prepare
 
 TOLERANCE = 1e-5  # as in test_gradients.py
 STEP = ("train.bins_per_step=2", "packing.max_tokens=48", "flow.weighting=linear")
@@ -248,6 +253,24 @@ def test_both_experts_train_with_teacher_forcing(
     assert {row["expert"] for row in rows} == {"high", "low"}
     assert all((row["sigma"] >= 0.875) == (row["expert"] == "high") for row in rows)
     assert max(row.get("chunk") or 0 for row in rows) > 0
+
+
+def test_a_causal_run_is_evaluated_by_chunk(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    cache = tmp_path / "cache"
+    write_cache(cache, tiny_pipeline, "abcdef", seed=1)
+    settings = (
+        *(*TEACHER, f"data.cache={cache}", "data.mock=null", "train.max_steps=1"),
+        *("packing.max_tokens=200", "checkpoint.every=1"),
+    )
+    run = tmp_path / "run"
+    worlds[1].run(run_training, tiny_pipeline, run, settings, zero(2))
+    table = worlds[1].run(evaluated, run, cache)[0]
+    assert re.search(r"chunk +chunk 1 ", table)
+
+
+def evaluated(run: Path, cache: Path) -> str | None:
+    with mock.patch.object(prepare, "fingerprint_pipeline", return_value={}):  # as `write_cache`
+        return evaluate(EvaluateOptions(model=str(run), data=str(cache)))
 
 
 def test_two_experts_cannot_force_diffusion(tiny_variant: Callable[[str], Path], tmp_path: Path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from wands.attention.ring import RingAttention, attention_flops
+from wands.attention.ring import RingAttention, attention_flops, pairs_of_rank
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import ProfileConfig
 from wands.train import profiler
@@ -37,10 +37,21 @@ def test_pytorch_counts_self_attention(visible: tuple[tuple[int, int, int], ...]
     assert flops == {"wands.ring_forward": forward, "wands.ring_backward": 2.5 * forward}
 
 
+def test_a_profile_counts_long_lists_of_units():
+    """PyTorch's profiler drops lists of more than 30 numbers, but not the number of pairs."""
+    lens = (2,) * 40
+    visible = tuple((unit, 0, unit + 1) for unit in range(40))
+    q = torch.randn(80, 2, 32)
+    backend = choose_backend("auto", "cpu", torch.float32, 32)
+    with torch.profiler.profile(record_shapes=True) as recorded:
+        RingAttention(backend)(q, q, q, SimpleNamespace(chunk_lens=(lens,), visible=visible))
+    flops = sum(profiler._attention_flops(event) for event in recorded.events())
+    assert flops == 4 * 2 * 32 * sum(2 * 2 * (unit + 1) for unit in range(40))
+
+
 def test_the_ranks_of_a_ring_share_the_flops():
     lens = ((3, 5), (4, 0), (1, 7))
-    flat = [length for row in lens for length in row]
-    shares = [attention_flops((8, 2, 32), flat, 3, [], rank) for rank in range(3)]
+    shares = [attention_flops((8, 2, 32), pairs_of_rank(lens, (), rank)) for rank in range(3)]
     assert sum(shares) == 4 * 2 * 32 * (8 * 8 + 12 * 12)
     assert shares[1] == 4 * 2 * 32 * 4 * 8
 
