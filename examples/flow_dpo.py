@@ -7,7 +7,7 @@ matching. Without context parallelism.
 
     wands preprocess pairs --model BASE --out cache --import examples/flow_dpo.py
     wands train wan2.1-t2v-1.3b-lora --set data.cache=cache --import examples/flow_dpo.py
-    wands export runs/wan2.1-t2v-1.3b-lora --out lora --import examples/flow_dpo.py    # a plain LoRA, which samples without this file
+    wands export runs/wan2.1-t2v-1.3b-lora --out lora    # a plain LoRA, which samples without this file
 """
 
 from typing import Any

@@ -13,9 +13,12 @@ from torch.nn.functional import logsigmoid
 import wands
 from examples.flow_dpo import FlowDPO, Rejected
 from tests.support.runs import losses, make_run, model_of, run_training
+from tests.support.sampling import infer
 from tests.support.steps import Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
+from wands.commands.export import export
 from wands.conditions.published import Text
+from wands.config.options import ExportOptions
 from wands.data.collate import Sample
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
@@ -74,14 +77,18 @@ def test_pairs_are_two_clips_alone(world_size: int, tiny_pipeline: Path, tmp_pat
 
 
 def trained(model: Path, out: Path) -> list[dict[str, Any]]:
-    settings = ("lora.rank=4", "packing.max_tokens=48", "train.max_steps=3", "train.log_samples=true")
+    settings = ("lora.rank=4", "packing.max_tokens=48", "train.max_steps=3", "checkpoint.every=3")
     return run_training(model, out, settings, plugin=plugin())
 
 
 @pytest.mark.slow
-def test_a_run_logs_both_clips_of_a_pair(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
-    rows = worlds[2].run(trained, tiny_pipeline, tmp_path)[0]
+def test_a_run_exports_a_plain_lora(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    rows = worlds[2].run(trained, tiny_pipeline, tmp_path / "run")[0]
     assert losses(rows)[0] == pytest.approx(0.6931, abs=1e-3)  # the untrained LoRA prefers neither
+    export(ExportOptions(checkpoint=tmp_path / "run", out=tmp_path / "lora"))
+    options = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 1, "guidance_scale": 1.0}
+    [result] = infer(tiny_pipeline, ["a"], out_dir=tmp_path / "out", lora=[tmp_path / "lora"], **options)
+    assert result.video.is_file()
 
 
 def refused(model: Path, out: Path) -> None:
