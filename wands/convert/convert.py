@@ -83,7 +83,8 @@ def convert(options: ConvertOptions) -> ConvertResult:
             if file.experts:
                 result.notes.append(f"{file}.")
         if base and (options.to in ("comfyui", "self-forcing") or loras):
-            layout = "a LoRA" if loras else f"the layout of --to {options.to}"
+            layouts = {"comfyui": "ComfyUI's layout", "self-forcing": "a generator file"}
+            layout = "a LoRA" if loras else layouts[options.to]
             raise ConfigError(
                 f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )

@@ -25,7 +25,7 @@ from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey
 from wands.run import trackers
-from wands.run.step_result import StepResult
+from wands.run.step_result import StepResult, TrainedClip
 from wands.run.trackers import Trackers, check_trackers
 from wands.train.jobs import FinishedStep
 from wands.train.metrics import NUM_SIGMAS, StepLog, curves, sigma_sums
@@ -156,7 +156,9 @@ def test_time_to_the_end(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytes
 def test_clips_of_ranks_that_share_a_bin_count_once():
     key = SampleKey("a", 0, 0)
     errors = torch.tensor([0.1, 0.2, 4.0, 9.0], dtype=torch.float64)
-    clips = [(key, sigma, weight) for sigma, weight in ((0.0, 1), (0.05, 1), (1.0, 1), (0.5, 0))]
+    clips = [
+        TrainedClip(key, sigma, weight, None) for sigma, weight in ((0.0, 1), (0.05, 1), (1.0, 1), (0.5, 0))
+    ]
     results = [SimpleNamespace(clips=clips[:n], errors=errors[:n]) for n in (4, 1)]
     first, *others = (
         sigma_sums(results, ParallelDims(4, rank, ulysses_degree=2, tensor_degree=2)) for rank in range(4)
