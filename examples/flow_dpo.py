@@ -1,9 +1,9 @@
 """Preference training of a LoRA: of two clips with one caption, the model learns to make the first more likely than the second.
 
-The rejected clip of `a.mp4` is `a.rejected.mp4` next to it, or the column `rejected` of a table, in the same size. Both clips of a
-pair are in one forward pass, do not see each other, and have the same noise and noise level. The reference is the base model, with
-the LoRA off. Source: Wallace et al. 2023, "Diffusion Model Alignment Using Direct Preference Optimization", with the errors of flow
-matching. Without context parallelism.
+The rejected clip of `a.mp4` is `a.rejected.mp4` next to it, or the column `rejected` of a table, in the same size. Both clips of
+a pair are in one forward pass, do not see each other, and have the same noise and noise level. The reference is the base model,
+with the LoRA off. Not for context parallelism. Source: Wallace et al. 2023, "Diffusion Model Alignment Using Direct Preference
+Optimization", with the errors of flow matching.
 
     wands preprocess pairs --model BASE --out cache --import examples/flow_dpo.py
     wands train wan2.1-t2v-1.3b-lora --set data.cache=cache --import examples/flow_dpo.py
