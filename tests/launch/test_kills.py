@@ -47,11 +47,13 @@ def final(run: Path) -> tuple[list[tuple[float, ...]], dict[str, str]]:
     return rows, dict(find_checkpoint(run, verify=True).state.hashes)
 
 
-def train_calmly(launcher: str, steps: int, model: Path, run: Path, worlds: WorldPool) -> None:
+def train_calmly(
+    launcher: str, steps: int, model: Path, run: Path, worlds: WorldPool, *settings: str
+) -> None:
     if launcher == "wands":  # the same bits in a process that has imported everything
-        worlds[1].run(run_training, model, run, (f"train.max_steps={steps}", *SAVES))
+        worlds[1].run(run_training, model, run, (f"train.max_steps={steps}", *SAVES, *settings))
         return
-    job = Job(launcher, model, run, steps, *SAVES)
+    job = Job(launcher, model, run, steps, *SAVES, *settings)
     try:
         job.wait_for(lambda: "done: " in job.output(), 400)
         job.wait_for(lambda: not job.processes())
@@ -153,6 +155,18 @@ def test_a_run_that_is_killed_ends_like_one_that_is_not(
 ):
     train_calmly(launcher, steps, tiny_pipeline, tmp_path / "calm", worlds)
     train_through_kills(launcher, steps, seed + SEED, num_kills, tiny_pipeline, tmp_path)
+
+
+@pytest.mark.kill
+def test_a_causal_run_that_is_killed_ends_like_one_that_is_not(
+    tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (
+        *("objective.name=teacher_forcing", "objective.chunk_frames=1", "objective.context_noise=0.1"),
+        "packing.max_tokens=48",
+    )
+    train_calmly("torchrun", 60, tiny_pipeline, tmp_path / "calm", worlds, *settings)
+    train_through_kills("torchrun", 60, 6 + SEED, 3, tiny_pipeline, tmp_path, *settings)
 
 
 @pytest.mark.kill

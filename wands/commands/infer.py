@@ -54,9 +54,7 @@ from wands.sampling.pipeline import (
     load_pipeline,
 )
 from wands.sampling.requests import SampleRequest, build_requests, read_prompts
-from wands.sampling.sample import (
-    pipeline_for,
-)
+from wands.sampling.sample import pipeline_for
 from wands.sampling.sharing import plan_ranks, public_config, set_attention, share_pipeline
 from wands.texts import plural
 from wands.version import __version__
@@ -103,7 +101,6 @@ def infer(
         extra = _encode_inputs(source, requests, files, device)
         pipeline = load_pipeline(source, dtype=dtype, device=device, offload=options.offload)
     apply_options(pipeline, options)
-    device_of_rank = torch.device(device)
     sampler = Sampler(
         options=options,
         source=source,
@@ -112,7 +109,7 @@ def infer(
         count=len(requests),
         causal=causal,
         rank=dims.rank,
-        guidance=_set_attention(pipeline, options, dims, device_of_rank, causal is not None, is_bf16),
+        guidance=_set_attention(pipeline, options, dims, torch.device(device), causal is not None, is_bf16),
     )
     results = []
     rows = []

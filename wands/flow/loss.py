@@ -4,7 +4,7 @@ The sum runs over all ranks and micro steps of a step, and is divided by a numbe
 epoch's mean number of samples (`loss.reduction=sample`) or trained tokens (`token`) per step. No rank divides by its own number.
 A mask multiplies the error of each token by the token's weight, and a trained token counts as its weight.
 
-Letters: L local tokens of a rank, P channels of a token, S samples.
+Letters: L local tokens of a rank, P channels of a token, E entries of `RankSlice.entries` (one for each sample, without chunks).
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ def squared_errors(pred: Tensor, target: Tensor) -> Tensor:
 
 
 def weighted_sum(
-    token_errors: Tensor, segment_ids: Tensor, sample_weights: Tensor, token_weights: Tensor
+    token_errors: Tensor, entry_ids: Tensor, entry_weights: Tensor, token_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the errors of this rank's tokens, and the errors of each sample.
+    """Return the weighted sum of the errors of this rank's tokens, and the errors of each entry.
 
-    The sum is a scalar with gradient. The errors are [S] without gradient: the sum of (error * token weight) over the sample's
-    tokens on this rank, without `sample_weights`.
+    The sum is a scalar with gradient. The errors are [E] without gradient: the sum of (error * token weight) over the entry's
+    tokens on this rank, without `entry_weights`.
 
     Args:
         token_errors: fp32 or fp64 [L], without padding.
-        segment_ids: int64 [L], sample index of each token.
-        sample_weights: fp32 [S], from `loss_weights`.
+        entry_ids: int64 [L], index of the entry of each token: of its sample, or in causal training of its chunk.
+        entry_weights: fp32 [E], from `loss_weights`.
         token_weights: fp32 [L], weight of each token from the mask of its sample; 1 without a mask.
     """
     errors = token_errors * token_weights.to(token_errors.dtype)
-    weights = sample_weights.to(device=errors.device, dtype=errors.dtype)
-    loss = (errors * weights[segment_ids]).sum()
-    return loss, torch.zeros_like(weights).index_add_(0, segment_ids, errors.detach())
+    weights = entry_weights.to(device=errors.device, dtype=errors.dtype)
+    loss = (errors * weights[entry_ids]).sum()
+    return loss, torch.zeros_like(weights).index_add_(0, entry_ids, errors.detach())
 
 
 def loss_weights(
     trained_lens: Sequence[float], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
 ) -> Tensor:
-    """Return the factor of each sample's errors in `weighted_sum`, fp32 [S].
+    """Return the factor of each entry's errors in `weighted_sum`, fp32 [E].
 
     Args:
-        trained_lens: sum of the token weights of each sample in the loss, on all ranks together.
-        batch_weights: fp32 [S], `loss_weight` of each sample's entry in `data.sources`; 0 for a placeholder sample, which a rank
+        trained_lens: sum of the token weights of the sample of each entry in the loss, on all ranks together.
+        batch_weights: fp32 [E], `loss_weight` of the sample's item in `data.sources`; 0 for a placeholder sample, which a rank
             without data processes to take part in communication.
-        sigma_weights: fp32 [S], from `sigma_weight`.
+        sigma_weights: fp32 [E], from `sigma_weight`.
         reduction: "token" returns `batch_weights` * `sigma_weights`. "sample" divides this by `trained_lens`, so that samples of
             all lengths have equal weight.
     """

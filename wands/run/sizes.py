@@ -46,6 +46,13 @@ def forward_flops(shape: DiTShape, tokens: Sequence[int], pairs: int) -> int:
     return shape.forward_flops(tokens) + (pairs - squares) * shape.attention_flops_per_squared_token()
 
 
+def flops_of_clips(shape: DiTShape, costs: ClipCosts) -> np.ndarray:
+    """Return the matmul FLOPs of each clip in a forward pass, float64 [N], by which the packer balances."""
+    linear = float(shape.linear_flops_per_token())
+    attention = float(shape.attention_flops_per_squared_token())
+    return linear * costs.tokens + attention * costs.pairs
+
+
 def objective_load(objective: Objective, costs: ClipCosts) -> dict[str, Any]:
     """Return the passes and the attention of an objective, as keyword arguments of `Workload`."""
     squares = (costs.tokens.astype(np.float64) ** 2).sum()

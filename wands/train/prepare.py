@@ -40,6 +40,7 @@ from wands.plugin import Plugin
 from wands.run.data_identity import DataIdentity
 from wands.run.run_model import RunModel
 from wands.run.schedule import Schedule, plan_clips
+from wands.run.sizes import flops_of_clips
 from wands.run.trackers import check_trackers
 from wands.train.evaluation_plan import check_held_out
 from wands.train.prepared_run import PreparedRun
@@ -400,12 +401,10 @@ def _plan(
     ratio = recipe.flow.i2v_ratio if "first_frame" in model.variant.conditions else 0.0
     clips = plan_clips(data, shape.patch_size, ratio)
     costs = objective.costs(clips)
-    linear = float(shape.linear_flops_per_token())
-    attention = float(shape.attention_flops_per_squared_token())
     sampler = PlanSampler(
         costs.tokens,
         data.keys,
-        cost=linear * costs.tokens + attention * costs.pairs,
+        cost=flops_of_clips(shape, costs),
         schedule=data.schedule if isinstance(data, CombinedDataset) else None,
         places=data.places,
         excluded=frozenset(recipe.data.exclude),

@@ -52,6 +52,7 @@ def test_a_longer_video_begins_with_the_shorter_one(tiny_pipeline: Path, tmp_pat
     assert not torch.equal(long, other)
 
 
+@pytest.mark.slow
 def test_the_chunks_of_a_window_forget_the_others(tiny_pipeline: Path, tmp_path: Path):
     windows = [None, 2, 4]
     all_seen, two, four = (
@@ -215,6 +216,7 @@ def test_the_chunks_of_the_training_are_used(
     assert "the model was trained with objective.name=teacher_forcing; add --causal" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_run_is_that_of_infer(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     settings = (
         *("objective.name=diffusion_forcing", "objective.chunk_frames=2", "train.max_steps=1"),

@@ -362,12 +362,13 @@ def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant)
     cost: Any = variant.dit.forward_flops
     if options.chunk_frames is not None:
         from wands.objectives.causal import teacher_forcing_costs
+        from wands.run.sizes import flops_of_clips
 
         latents = [variant.latent_size(s.num_frames, s.height, s.width) for s in samples]
         grids = np.array([grid_size(size, variant.dit.patch_size) for size in latents])
-        lengths, pairs = teacher_forcing_costs(grids, options.chunk_frames)
-        linear = float(variant.dit.linear_flops_per_token())
-        cost = linear * lengths + float(variant.dit.attention_flops_per_squared_token()) * pairs
+        costs = teacher_forcing_costs(grids, options.chunk_frames)
+        lengths = costs.tokens
+        cost = flops_of_clips(variant.dit, costs)
     keys = [sample.key for sample in samples]
     recipe = Recipe()
     max_tokens = options.max_tokens or recipe.packing.max_tokens
