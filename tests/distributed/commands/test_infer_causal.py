@@ -208,6 +208,7 @@ def test_later_prompts_need_causal_sampling(tiny_pipeline: Path, tmp_path: Path)
         sample(tiny_pipeline, tmp_path, unsorted, num_frames=9)
 
 
+@pytest.mark.slow
 def test_the_chunks_of_the_training_are_used(
     tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool, caplog: pytest.LogCaptureFixture
 ):
@@ -242,7 +243,6 @@ def test_the_chunks_of_the_training_are_used(
     assert "the model was trained with objective.name=teacher_forcing; add --causal" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_sample_of_the_run_is_that_of_infer(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
     settings = (
         *("objective.name=diffusion_forcing", "objective.chunk_frames=2", "train.max_steps=1"),
