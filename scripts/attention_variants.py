@@ -50,7 +50,7 @@ class Variant:
         return [*(x.requires_grad_() for x in leaves), dout]
 
     def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Combine the tokens of all ranks into float64 tensors of the whole bin (packed sequence), in packed order.
+        """Combine the tokens of all ranks into float64 tensors of the whole bin, in packed order.
 
         Args:
             pieces: tensors with the rows (tokens and padding) of this rank, such as the result of `run`.
@@ -84,7 +84,7 @@ class Variant:
 
 
 def make_inputs(lens: Sequence[int], heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return random q, k, v and output gradient of a whole bin (packed sequence), equal on every rank: four [tokens, H, D]."""
+    """Return random q, k, v and output gradient of a whole bin, equal on every rank: four [tokens, H, D]."""
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lens), heads, HEAD_DIM)
     return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
@@ -283,8 +283,7 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
 def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
     """Return the variants of self-attention that the ranks of this run can compute.
 
-    The first variant is `single kernel`: rank 0 calls the attention kernel once for the whole bin (packed
-    sequence), without communication.
+    The first variant is `single kernel`: rank 0 calls the attention kernel once for the whole bin, without communication.
     """
     device = inputs[0].device
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -5,7 +5,7 @@
 
 Variants:
 
-single kernel       one process computes the whole bin (packed sequence), the other ranks wait
+single kernel       one process computes the whole bin, the other ranks wait
 blocks of a ring    one process computes all R x R blocks of a ring of R ranks in turn, and merges the blocks. The difference
                     from the single kernel is the cost of many calls of the kernel, without traffic. The blocks are merged by
                     simple code in attention_variants.py, not by the ring of wands
@@ -162,7 +162,7 @@ def over_ranks(value: Any) -> list[Any]:
 
 
 def measure(lens: Sequence[int], inputs: Sequence[Tensor], backend: Backend, rounds: int) -> list[str]:
-    """Measure time, memory, sent bytes and error of each self-attention variant on one bin (packed sequence).
+    """Measure time, memory, sent bytes and error of each self-attention variant on one bin.
 
     Args:
         lens: number of tokens of each sample in the bin.

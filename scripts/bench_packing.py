@@ -77,7 +77,7 @@ def one_per_rank(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """Put each clip, in the given order, into the first bin (packed sequence) with enough room, or else into a new bin."""
+    """Put each clip, in the given order, into the first bin with enough room, or else into a new bin."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -92,7 +92,7 @@ def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """Put each clip, in the given order, into the fullest bin (packed sequence) with enough room, or else into a new bin."""
+    """Put each clip, in the given order, into the fullest bin with enough room, or else into a new bin."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -284,7 +284,7 @@ def wands_row(
     Args:
         name: name of the row.
         lens: number of tokens of each clip.
-        max_tokens: largest number of tokens in a bin (packed sequence).
+        max_tokens: largest number of tokens in a bin.
         cost_of: maps each model to the cost of each clip.
         micro_steps: number of bins per rank and step.
         buffer_size: number of clips in a window that is packed separately; None packs the whole epoch at once.

@@ -49,7 +49,7 @@ Step = Callable[[], float]
 
 
 def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -> Step:
-    """Build the training engine of wands, and return a function that runs one step on a bin (packed sequence) with all
+    """Build the training engine of wands, and return a function that runs one step on a bin with all
     clips of bench_step.py.
 
     Args:

@@ -90,7 +90,7 @@ class Setting:
 def workload_of(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Workload:
     """Return the workload of a full finetune on `gpus` ranks with ds_configs/zero3.json.
 
-    Every `cp` ranks share a bin (packed sequence). Each bin contains clips of `lens` tokens.
+    Every `cp` ranks share a bin. Each bin contains clips of `lens` tokens.
     """
     keys = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(lens)}"]
     keys += [f"parallel.cp_size={cp}", f"train.bins_per_step={setting.bins}"]
@@ -129,7 +129,7 @@ def fits(one: Prediction) -> bool:
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
-    """Return the prediction for the smallest number of ranks per bin (packed sequence) with which training fits in memory.
+    """Return the prediction for the smallest number of ranks per bin with which training fits in memory.
 
     Return None if no number fits.
     """
@@ -138,7 +138,7 @@ def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setti
 
 
 def effective_len(one: Prediction) -> float:
-    """Return the effective length of the bin (packed sequence) of a prediction: sum(L^2) / sum(L) over its clips' lengths L.
+    """Return the effective length of the bin of a prediction: sum(L^2) / sum(L) over its clips' lengths L.
 
     A bin whose clips all have this length needs as much attention work per token as the bin of the prediction.
     """
@@ -147,7 +147,7 @@ def effective_len(one: Prediction) -> float:
 
 
 def needed_len(one: Prediction) -> float:
-    """Return the smallest `effective_len` of a bin (packed sequence) at which ring attention hides all its forward transfers.
+    """Return the smallest `effective_len` of a bin at which ring attention hides all its forward transfers.
 
     The transfers are hidden if each takes at most as long as the attention kernel that runs at the same time.
     """
@@ -198,7 +198,7 @@ def published_errors() -> list[tuple[str, float, float]]:
     """Return (title of the table row, published TFLOP/s, predicted TFLOP/s) for each speed in `PUBLISHED`.
 
     The settings of the other trainers are not known in detail. The prediction uses the fastest of the checkpointing modes
-    `none`, `selective` and `full`, with the smallest number of ranks per bin (packed sequence) that fits in memory.
+    `none`, `selective` and `full`, with the smallest number of ranks per bin that fits in memory.
     A step has one bin per GPU.
     """
     rows = []

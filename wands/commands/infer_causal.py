@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from wands.attention.kernels.registry import choose_backend
 from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.config.base import invalid_reason
 from wands.config.options import InferOptions
 from wands.config.recipe import ObjectiveConfig
 from wands.distributed.bootstrap import init_process_group
@@ -67,8 +68,7 @@ def causal_config(options: InferOptions, source: PipelineSource) -> ObjectiveCon
     try:
         return ObjectiveConfig(**{**settings, **given, "name": "teacher_forcing"})
     except ValidationError as error:
-        text = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"--causal: {text}.") from None
+        raise ConfigError(f"--causal: {invalid_reason(error.errors()[0])}.") from None
 
 
 def _trained_config(options: InferOptions, source: PipelineSource) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, get_args, get_origin
@@ -46,6 +46,12 @@ class StrictModel(BaseModel):
         if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in _items_of(value)):
             raise ValueError(f"an integer can be at most {MAX_INTEGER:,}")
         return value
+
+
+def invalid_reason(problem: Mapping[str, Any]) -> str:
+    """Return the reason of one entry of `ValidationError.errors()`, without pydantic's prefix for the errors of validators."""
+    reason = str(problem["msg"])
+    return reason.removeprefix("Value error, ")
 
 
 def _items_of(value: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import click
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from wands.config.base import Options, heading_of, limits_of, spelling_of
+from wands.config.base import Options, heading_of, invalid_reason, limits_of, spelling_of
 
 
 def command_name(options: type[Options]) -> str:
@@ -59,7 +59,7 @@ def build_command(options: type[Options], run: Callable[[Any], Any]) -> GroupedC
         except ValidationError as error:  # click accepts nan and inf
             problem = error.errors()[0]
             [parameter] = (item for item in parameters if item.name == problem["loc"][0])
-            raise click.BadParameter(problem["msg"], param=parameter) from None
+            raise click.BadParameter(invalid_reason(problem), param=parameter) from None
         return run(parsed)
 
     command = GroupedCommand(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from wands.config.base import invalid_reason
 from wands.config.optimizer_kinds import ADAM_KEYS, KINDS
 from wands.config.recipe import Recipe
 from wands.errors import failed_rules, suggest
@@ -135,7 +136,8 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         problems = []
         for item in error.errors(include_url=False):
             key = ".".join(["zero_optimization", *map(str, item["loc"])])
-            rule = "unknown key of a DeepSpeed config" if item["type"] == "extra_forbidden" else item["msg"]
+            is_unknown = item["type"] == "extra_forbidden"
+            rule = "unknown key of a DeepSpeed config" if is_unknown else invalid_reason(item)
             problems.append(f"{name}: {key}: {rule}; correct or remove the key.")
         return problems
     config["zero_optimization"] = zero

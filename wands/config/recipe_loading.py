@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from wands.config.base import invalid_reason
 from wands.config.recipe import DataConfig, ParallelConfig, Recipe, inner_section
 from wands.errors import ConfigError, Problems, failed_rules, one_line, suggest
 
@@ -173,7 +174,8 @@ def _validation_problems(error: ValidationError) -> Iterator[str]:
             yield f"{prefix}{path[-1]} is not a key of the recipe; {fix}"
         else:
             value = "" if item["type"] == "missing" else f"={item['input']!r}"
-            reason = item["msg"][0].lower() + item["msg"][1:]
+            reason = invalid_reason(item)
+            reason = reason[0].lower() + reason[1:]
             reasons.setdefault((".".join(path), value), []).append(reason)
     for (name, value), messages in reasons.items():
         key = re.sub(r"\.\d+", "", name)
