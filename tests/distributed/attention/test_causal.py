@@ -116,7 +116,7 @@ def relative_errors(grid: tuple[int, int], factor: float) -> dict[str, tuple[flo
     ids=lambda g: f"ring{g[0]}-ulysses{g[1]}",
 )
 @pytest.mark.parametrize(
-    "large", [pytest.param(1, marks=pytest.mark.slow), 12, pytest.param(0, marks=pytest.mark.slow)]
+    "large", [pytest.param(1, marks=pytest.mark.full), 12, pytest.param(0, marks=pytest.mark.full)]
 )
 def test_units_see_what_a_dense_mask_allows(grid: tuple[int, int], large: int, run_world):
     """`large` 1: a call for each piece; 12: calls of both kinds; 0: one call for all of these small pieces."""
