@@ -81,7 +81,7 @@ def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     assert step["s"] > 0
     assert step["estimated GiB"] > 0
     parts = [row["part"] for row in rows_of(found["infer"], "tiny")]
-    assert parts == ["load", "text", "decode", "write mp4", "denoising", "one denoising step"]
+    assert parts == ["load", "text", "denoising", "decode", "write mp4", "one denoising step"]
     check_comparison(found["compare"], "lora")
     assert len(rows_of(found["memory"], "tiny")) == 6
     assert {row["clips/s"] for row in rows_of(found["encode"], "VAE, bfloat16, batch 2")} == {2.0}
