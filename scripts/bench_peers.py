@@ -49,8 +49,8 @@ Step = Callable[[], float]
 
 
 def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -> Step:
-    """Build the training engine of wands, and return a function that runs one step on a bin with all
-    clips of bench_step.py.
+    """Build the training engine of wands, and return a function that runs one step on a bin with all clips of
+    bench_step.py.
 
     Args:
         device: "cuda" or "cpu".

@@ -80,8 +80,8 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
     """Build a model of one block as a training run does. Return a function that runs the block on one bin.
 
     Returns:
-        (function that runs the block's forward and backward pass on one bin, number of tokens of the
-        bin, width of the model).
+        (function that runs the block's forward and backward pass on one bin, number of tokens of the bin, width of the
+        model).
     """
     from wands.distributed.dims import ProcessGroups
     from wands.engine.engine import attention_backend, build_model

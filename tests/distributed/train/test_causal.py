@@ -138,14 +138,8 @@ def test_the_gradient_is_the_same_in_every_setting(
 
 SERIES = (
     "data.mock={num_samples: 7, shapes: [[1,2,2],[1,6,6],[3,4,4],[4,4,6],[7,2,2],[5,2,6],[2,2,2]], text_lens: [60,512,30,100,7]}",
-    *("packing.max_tokens=48", "train.log_samples=true", "train.max_steps=2", "ema={decay: 0.9}"),
-    *(
-        "eval.every=2",
-        "eval.max_share=1000",
-        "eval.max_clips=2",
-        "data.holdout=0.4",
-        "objective.stratify_chunks=true",
-    ),
+    *("packing.max_tokens=48", "train.log_samples=true", "train.max_steps=8", "ema={decay: 0.9}"),
+    *("eval.every=4", "eval.max_share=1000", "data.holdout=0.4", "objective.stratify_chunks=true"),
 )
 
 
