@@ -12,18 +12,15 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import datetime
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from wands.errors import WandsError, one_line
 from wands.own_files import open_own_file
-from wands.texts import hide_secrets
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +29,13 @@ LOCK_NAME = ".wands.lock"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 180.0
 SETTLE_SECONDS = 2.0
-"""Seconds between two looks at the lock file. Of two processes that take over a lock at once, the later one keeps it."""
+"""Seconds between two looks at the lock file. Of two processes that take a lock over at once, the later one keeps it."""
 _RECORD_BYTES = 1024  # records of one size are replaced by one write, so that no reader sees half a record
 _PROC = Path("/proc")
 
 
 class WriterLock(AbstractContextManager["WriterLock"]):
-    """Lock that lets one process at a time write to a folder, from the constructor to `release` or the end of a `with` statement.
+    """Lock that lets one process at a time write to a folder, from the constructor to the end of a `with` statement.
 
     Args:
         path: the lock file. A missing folder is created.
@@ -48,7 +45,7 @@ class WriterLock(AbstractContextManager["WriterLock"]):
 
     Attributes:
         has_leftovers: whether an earlier process was killed or had `is_kept` = True. Its temporary files may be deleted.
-        is_kept: whether `release` leaves the lock file in place, so that the next lock has `has_leftovers` = True.
+        is_kept: whether the lock file stays at the end, so that the next lock has `has_leftovers` = True.
         on_lost: function that a thread calls with a message if another process has taken the lock over.
 
     Raises:
@@ -57,13 +54,14 @@ class WriterLock(AbstractContextManager["WriterLock"]):
 
     def __init__(self, path: Path, label: str, patience: float = 0.0, *, force: bool = False) -> None:
         self.path = path
-        self._label = label
         self.is_kept = False
         self.on_lost: Callable[[str], None] = lambda message: None
+        self._label = label
         self._owner = _describe_process()
         self._made_folder = False
-        self._file = -1
+        self._is_failing = False
         self._lost: WandsError | None = None
+        self._file = -1
         try:
             self._acquire(patience, force)
         except OSError as error:
@@ -77,100 +75,90 @@ class WriterLock(AbstractContextManager["WriterLock"]):
 
     def _acquire(self, patience: float, force: bool) -> None:
         began = time.monotonic()
-        first = None
+        first: dict[str, Any] = {}
+        taken: dict[str, Any] = {}
         while True:
             is_locked = self._open()
             record = _read(self.path)
             lives = _is_alive(record, is_locked)
             waited = time.monotonic() - began
-            if lives is False or (lives is None and (force or (record == first and waited >= STALE_SECONDS))):
+            if lives is False:
                 break
-            if waited >= patience and (lives or record != (first or record)):
-                self._refuse(record)
             self._close()
-            if first is None and lives is None:
+            if lives is None and (force or (record == first and waited >= STALE_SECONDS)):
+                # A new file, because a lost machine may never release the `flock` of this one.
+                self.path.unlink(missing_ok=True)
+                taken = record
+                continue
+            if waited >= patience and (lives or record != (first or record)):
+                raise WandsError(
+                    f"{self._label} is being written by another process ({_name(record)}). Wait until that process ends, stop "
+                    "that process, or choose another folder."
+                )
+            if not first and lives is None:
                 log.warning(
                     f"{self._label} was being written by another process ({_name(record)}); waiting {STALE_SECONDS:.0f} s "
                     "for a sign of life from that process"
                 )
             first = first or record
             time.sleep(0.2)
-        if is_locked is False:  # a lost machine may never release its `flock`: lock a new file
-            self._close()
-            self.path.unlink(missing_ok=True)
-            if self._open() is False:
-                self._refuse(_read(self.path))
-        with suppress(OSError) if is_locked else nullcontext():  # the heartbeat tries again
-            self._write()
-        if record and not (is_locked and lives is False):
-            time.sleep(SETTLE_SECONDS)  # another machine may take over at the same time
-            if not self._owns(latest := _read(self.path)):
-                self._refuse(latest)
-        self.has_leftovers = bool(record)
-        if record:
-            log.warning(f"{self._label}: took over the lock of an ended process ({_name(record)})")
+        self._write()
+        if taken or not is_locked:
+            time.sleep(SETTLE_SECONDS)  # another process may do the same at this moment
+            self.check()
+        self.has_leftovers = bool(record or taken)
+        if self.has_leftovers:
+            log.warning(f"{self._label}: took over the lock of an ended process ({_name(record or taken)})")
 
     def _open(self) -> bool | None:
         """Open or create the lock file. Return whether this process has locked it, or None if the file system has no locks."""
         while True:
-            try:
+            with suppress(FileNotFoundError):  # the holder has just ended, and has deleted its file or folder
+                if not self.path.parent.exists():
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self._made_folder = True
                 self._file = open_own_file(self.path, os.O_RDWR | os.O_CREAT)
-            except FileNotFoundError:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._made_folder = True
-                continue
-            is_locked: bool | None = True
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:
-                is_locked = None
-            with suppress(FileNotFoundError):
+                is_locked: bool | None = True
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+                except OSError:
+                    is_locked = None
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._file)):
                     return is_locked
-            self._close()  # the holder has deleted this file: it has ended
+            self._close()
 
     def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
-    def _write(self) -> None:
-        content = json.dumps({**self._owner, "time": time.time()}).encode()
-        os.pwrite(self._file, content.ljust(_RECORD_BYTES), 0)
-        os.fsync(self._file)  # for other machines
-
-    def _owns(self, record: dict[str, Any]) -> bool:
-        return record.get("owner") == self._owner["owner"]
-
-    def _refuse(self, record: dict[str, Any]) -> NoReturn:
-        self._close()
-        raise WandsError(
-            f"{self._label} is being written by another process ({_name(record)}). Wait until that process ends, stop that "
-            "process, or choose another folder."
-        )
-
     def _beat(self) -> None:
-        is_failing = False
-        while not self._released.wait(BEAT_SECONDS):
-            try:
+        try:
+            while not self._released.wait(BEAT_SECONDS):
                 self.check()
                 self._write()
-                is_failing = False
-            except OSError as error:
-                if not is_failing:
-                    log.warning(f"{self._label}: {self.path} cannot be written ({one_line(error)}); going on")
-                is_failing = True
-            except WandsError as error:
-                return self.on_lost(str(error))
+        except WandsError as error:
+            self.on_lost(str(error))
+
+    def _write(self) -> None:
+        content = json.dumps({**self._owner, "time": time.time()}).encode()
+        try:
+            os.pwrite(self._file, content.ljust(_RECORD_BYTES), 0)
+            os.fsync(self._file)  # for other machines
+            self._is_failing = False
+        except OSError as error:  # a failing disk does not end the run
+            if not self._is_failing:
+                log.warning(f"{self._label}: {self.path} cannot be written ({one_line(error)}); going on")
+            self._is_failing = True
 
     def check(self) -> None:
         """Raise a WandsError if the lock file has the record of another process, now and 2 s later."""
         with suppress(OSError):  # a file that cannot be read proves nothing
             for pause in (SETTLE_SECONDS, 0.0):
                 record = _read(self.path)
-                if self._lost or "owner" not in record or self._owns(record):
+                if self._lost or record.get("owner") in (None, self._owner["owner"]):
                     break
                 time.sleep(pause)
             else:
@@ -181,29 +169,24 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         if self._lost:
             raise self._lost
 
-    def release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release the lock, and delete the lock file unless `is_kept`. Delete its folder if the lock made it and it is empty."""
         self._released.set()
         self._thread.join()
-        with suppress(OSError):
-            if not self.is_kept and self._owns(_read(self.path)):
-                self.path.unlink()
-            if self._made_folder:
-                self.path.parent.rmdir()
-        self._close()
-
-    def __exit__(self, *_: object) -> None:
         try:
             self.check()
         finally:
-            self.release()
+            with suppress(OSError):
+                if not self.is_kept and not self._lost:
+                    self.path.unlink()
+                if self._made_folder:
+                    self.path.parent.rmdir()
+            self._close()
 
 
 def _describe_process() -> dict[str, Any]:
-    since = datetime.now().astimezone().isoformat(" ", "seconds")
     return {
-        "owner": f"host {socket.gethostname()}, pid {os.getpid()}, since {since}",
-        "command": ascii(hide_secrets(" ".join(sys.argv)))[:200],
+        "owner": f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T %z')}",
         "pid": os.getpid(),
         "pid_namespace": os.readlink(_PROC / "self/ns/pid"),
         "boot_id": _boot_id(),

@@ -105,7 +105,8 @@ def test_a_second_process_learns_who_writes_since_when(start, tmp_path: Path):
     assert "Wait until that process ends" in str(caught.value)
     first.rest()
     assert not path.parent.exists()  # the file, and the folder that was made for it
-    WriterLock(path, "output_dir=run").release()
+    with WriterLock(path, "output_dir=run"):
+        pass
 
 
 def test_the_lock_of_a_killed_process_is_free_at_once(
@@ -142,7 +143,8 @@ def test_the_holder_can_be_waited_for(start, tmp_path: Path):
     first = start()
     assert first.line() == "locked False"
     threading.Timer(0.3, first.rest).start()
-    WriterLock(tmp_path / "shared" / "lock", "cache=c", patience=20).release()
+    with WriterLock(tmp_path / "shared" / "lock", "cache=c", patience=20):
+        pass
     assert first.wait() == 0
 
 

@@ -61,16 +61,16 @@ class RestartingAgent(LocalElasticAgent):
             train = build_command(TrainOptions, lambda options: options).main(words, standalone_mode=False)
             self._is_path = train.resume not in (None, "auto")
             self._checkpoints = Path(load_recipe(train.recipe, train.overrides).output_dir, "checkpoints")
-        self._first = self._newest = None
-        self._first = self._newest = self._named_step()
+        self._newest: Path | None = None
+        self._first = self._find_newest()
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if codes:
-            previous = self._newest
-            self._newest = self._named_step()
-            self._num_restarts = 1 + (self._num_restarts if self._newest == previous else 0)
+            newest = self._find_newest()
+            self._num_restarts = self._num_restarts + 1 if newest == self._newest else 1
+            self._newest = newest
             # wands exits with 128 + the number of a signal if it ends at the request of this signal.
             stops = any(code == WandsError.exit_code or code > 128 for code in codes.values())
             if stops or self._num_restarts > MAX_RESTARTS:
@@ -81,16 +81,14 @@ class RestartingAgent(LocalElasticAgent):
                 _log.warning(message, ranks, min(self._num_restarts, MAX_RESTARTS))
         return result
 
-    def _named_step(self) -> Path | None:
-        try:
+    def _find_newest(self) -> Path | None:
+        with suppress(DiskError, OSError):  # the workers report it
             return named_step(self._checkpoints)
-        except (DiskError, OSError) as error:  # the workers report it
-            _log.warning("%s", one_line(error))
-            return self._newest
+        return self._newest
 
     def _restart_workers(self, worker_group: Any) -> None:
         # All nodes read this key after they have met again, so that all workers get the same options.
-        if not self._is_path or self._named_step() != self._first:
+        if not self._is_path or self._find_newest() != self._first:
             worker_group.store.underlying_store.set(_RESUME, "1")
         super()._restart_workers(worker_group)
 
@@ -122,8 +120,7 @@ def main() -> None:
         with socket.socket(family, kind) as probe:
             probe.connect(address)
             args.local_addr = args.local_addr or probe.getsockname()[0]
-    launcher: Any = api
-    launcher.LocalElasticAgent = RestartingAgent
+    vars(api)["LocalElasticAgent"] = RestartingAgent
     try:
         torchrun.run(args)
     except ChildFailedError as error:

@@ -187,11 +187,10 @@ class Watchdog:
         os._exit(RankError.exit_code)
 
     def _raise_lost_connection(self, error: BaseException | None, work: str) -> None:
-        # After a step that did not end, the connection breaks because the other rank has ended. The stacks of the hang must stay.
-        if self._ends_hang:
-            return
         # gloo raises a plain RuntimeError, whose text contains the path of gloo's source file.
-        if not isinstance(error, RuntimeError) or not re.search("gloo|^Dist", repr(error)):
+        is_lost = isinstance(error, RuntimeError) and re.search("gloo|^Dist", repr(error))
+        # After a step that did not end, the connection breaks because the other rank has ended. The stacks of the hang must stay.
+        if error is None or not is_lost or self._ends_hang:
             return
         reason = re.sub(r"\[\S*/gloo/\S*\] ", "", one_line(error)).partition(". ")[0]
         text = "check MASTER_ADDR and MASTER_PORT"
@@ -269,13 +268,12 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
 
 def dump_collectives(folder: Path) -> None:
     """Write a JSON file with the last collective operations of this rank from PyTorch's flight recorder."""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
-        with contextlib.suppress(AttributeError, OSError, RuntimeError):
-            file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
-            content = getattr(torch._C._distributed_c10d, name)()
-            file.unlink(missing_ok=True)  # a link would be followed
-            file.write_bytes(content)
-            return
+    with contextlib.suppress(AttributeError, OSError, RuntimeError):
+        library: Any = torch._C._distributed_c10d
+        dump = getattr(library, "_dump_nccl_trace_json", None) or library._dump_fr_trace_json
+        file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
+        file.unlink(missing_ok=True)  # a link would be followed
+        file.write_bytes(dump())
 
 
 def _place(error: BaseException | None) -> str:
