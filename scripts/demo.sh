@@ -5,6 +5,7 @@
 #   bash scripts/demo.sh --out DIR       output folder (default demo_out); an earlier demo there is replaced
 #   bash scripts/demo.sh --variant NAME  another model, for example wan2.2-ti2v-5b; a wrong name lists all
 #   bash scripts/demo.sh --lora RANK     train a LoRA of the untrained model instead of its weights, for example 32
+#   bash scripts/demo.sh --set KEY=VALUE another setting of the training, also several times, for example --set precision.linears=fp8
 #   bash scripts/demo.sh --causal        train with teacher forcing, and sample chunk by chunk, also twice as long; about 10 minutes
 # DEMO_STEPS=N sets the number of training steps: by default 500 (450 for A14B and 5B) for up to four clips, up to twice as many for more.
 set -euo pipefail
@@ -13,17 +14,18 @@ absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
 
 variants="wan2.1-t2v-1.3b wan2.1-t2v-14b wan2.1-i2v-14b wan2.1-flf2v-14b wan2.2-t2v-a14b wan2.2-i2v-a14b wan2.2-ti2v-5b"
+settings=()
 clips="" held_out="" out="" lora="" causal="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-50}"
 while [ $# -gt 0 ]; do
   case "$1" in
-    --clips | --out | --variant | --lora)
-      case "$1" in --variant) needs="a name" ;; --lora) needs="a rank" ;; *) needs="a folder" ;; esac
+    --clips | --out | --variant | --lora | --set)
+      case "$1" in --variant) needs="a name" ;; --lora) needs="a rank" ;; --set) needs="KEY=VALUE" ;; *) needs="a folder" ;; esac
       [ -n "${2:-}" ] || die "$1 needs $needs"
-      case "$1" in --out) out="$(absolute "$2")" ;; --clips) clips="$2" ;; --variant) variant="$2" ;; --lora) lora="$2" ;; esac
+      case "$1" in --out) out="$(absolute "$2")" ;; --clips) clips="$2" ;; --variant) variant="$2" ;; --lora) lora="$2" ;; --set) settings+=(--set "$2") ;; esac
       shift 2
       ;;
     --causal) causal=1; shift ;;
-    -h | --help) sed -n '2,9p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,10p' "$0"; exit 0 ;;
     *) die "unknown option $1 (see --help)" ;;
   esac
 done
@@ -92,7 +94,7 @@ train() {
     --set eval.every=100 --set eval.max_share=0.1 ${held_out:+--set eval.cache="$out/held_out_cache"} \
     --set sample.every=250 --set sample.prompts_file="$out/prompts.jsonl" --set sample.num_inference_steps=8 --set sample.guidance_scale=1 \
     ${causal:+--set objective.name=teacher_forcing --set objective.chunk_frames=2 --set packing.max_tokens=1024} \
-    ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
+    ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" ${settings[@]+"${settings[@]}"} 2>&1 |
     python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
 }
 # The learning rate falls only in the resumed run, which sharpens the samples more than a fall to the end of each run.

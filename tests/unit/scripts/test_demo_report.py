@@ -232,7 +232,9 @@ def test_no_process_shares_a_gpu(
 def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     """Only for calls that are refused: set-up and everything after it does not run."""
     shutil.copytree(ROOT / "scripts", cwd / "checkout" / "scripts", ignore=shutil.ignore_patterns("setup.sh"))
-    (cwd / "checkout" / "scripts" / "setup.sh").write_text('echo "out=$out clips=$clips"; exit 9\n')
+    (cwd / "checkout" / "scripts" / "setup.sh").write_text(
+        'echo "${settings[@]}"; echo "out=$out clips=$clips"; exit 9\n'
+    )
     command = ["bash", "checkout/scripts/demo.sh", *args]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
 
@@ -249,6 +251,7 @@ def demo(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (("--variant",), "--variant needs a name"),
         (("--variant", "wan3"), f"unknown variant wan3; one of {' '.join(VARIANTS)}"),
         (("--lora", "high"), "--lora high is not a rank"),
+        (("--set",), "--set needs KEY=VALUE"),
         (("--what",), "unknown option --what"),
     ],
 )
@@ -276,9 +279,14 @@ def test_the_name_of_a_dataset_stays(tmp_path: Path):
 
 
 def test_the_minutes_come_before_the_set_up(tmp_path: Path):
-    first, second = demo(tmp_path).stdout.splitlines()
+    first, _, last = demo(tmp_path).stdout.splitlines()
     assert "about 6 minutes" in first
-    assert second.startswith("out=")
+    assert last.startswith("out=")
+
+
+def test_settings_of_the_training_are_passed_on(tmp_path: Path):
+    stdout = demo(tmp_path, "--set", "optim.name=muon", "--set", "flow.flow_shift=3").stdout
+    assert stdout.splitlines()[1] == "--set optim.name=muon --set flow.flow_shift=3"
 
 
 @pytest.mark.parametrize("lora", [False, True])
