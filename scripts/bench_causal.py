@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from bench_record import Rows, format_rows
 from diffusers import WanTransformer3DModel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -122,24 +123,27 @@ class Bench:
         return int(counter.get_total_flops())
 
 
-def measure_steps(bench: Bench, rounds: int) -> None:
-    print(
-        f"{'tokens':>8}{'bidirectional':>15}{'teacher forcing':>17}{'time':>7}{'FLOPs':>7}{'time / FLOPs':>14}"
-    )
-    for grid in SIZES[bench.device]:
-        plain, causal = (bench.step([grid], is_causal) for is_causal in (False, True))
-        flops = bench.flops(causal) / bench.flops(plain)  # also the warm-up
-        times = [(bench.seconds([plain]), bench.seconds([causal])) for _ in range(rounds)]
-        ratio = statistics.median(b / a for a, b in times)
-        first, second = (statistics.median(values) for values in zip(*times, strict=True))
-        tokens = grid[0] * grid[1] * grid[2]
-        print(
-            f"{tokens:8,}{first:13.3f} s{second:15.3f} s{ratio:7.2f}{flops:7.2f}{ratio / flops:14.2f}",
-            flush=True,
-        )
+def measure_steps(bench: Bench, grid: Grid, rounds: int) -> Rows:
+    """Measure one clip bidirectionally and with teacher forcing."""
+    plain, causal = (bench.step([grid], is_causal) for is_causal in (False, True))
+    flops = bench.flops(causal) / bench.flops(plain)  # also the warm-up
+    times = [(bench.seconds([plain]), bench.seconds([causal])) for _ in range(rounds)]
+    ratio = statistics.median(b / a for a, b in times)
+    first, second = (statistics.median(values) for values in zip(*times, strict=True))
+    return [
+        {
+            "clip": f"{grid[0] * grid[1] * grid[2]:,} tokens",
+            "bidirectional s": first,
+            "teacher forcing s": second,
+            "time": ratio,
+            "FLOPs": flops,
+            "time / FLOPs": ratio / flops,
+        }
+    ]
 
 
-def measure_packing(bench: Bench, rounds: int) -> None:
+def measure_packing(bench: Bench, rounds: int) -> Rows:
+    """Measure clips of unequal length in one sequence and one at a time, with teacher forcing."""
     grids = MIX[bench.device]
     packed = [bench.step(grids, True)]
     alone = [bench.step([grid], True) for grid in grids]
@@ -148,12 +152,19 @@ def measure_packing(bench: Bench, rounds: int) -> None:
     times = [(bench.seconds(packed), bench.seconds(alone)) for _ in range(rounds)]
     first, second = (statistics.median(values) for values in zip(*times, strict=True))
     ratio = statistics.median(b / a for a, b in times)
-    ratio_text = f"packed / this {ratio:.2f}"
-    print(f"\n{len(grids)} clips: packed {first:.3f} s, one at a time {second:.3f} s, {ratio_text}")
+    return [
+        {
+            "clips": f"{len(grids)} clips",
+            "packed s": first,
+            "one at a time s": second,
+            "speed of packing": ratio,
+        }
+    ]
 
 
 @torch.no_grad()
-def measure_rollout(bench: Bench) -> None:
+def measure_rollout(bench: Bench) -> Rows:
+    """Measure the chunks of a long video, in groups of seven, with four denoising steps each."""
     groups = ProcessGroups(ParallelDims(world_size=1, rank=0, ulysses_degree=1, ring_degree=1))
     device = torch.device(bench.device)
     stock = bench.stock.to(device)
@@ -174,13 +185,16 @@ def measure_rollout(bench: Bench) -> None:
             if bench.device == "cuda":
                 torch.cuda.synchronize()
             rows.append((time.perf_counter() - began, adapter.cached_bytes))
-    print(f"\nrollout of {NUM_FRAMES} latent frames, chunks of 3, window 12, sink 3, 4 denoising steps")
-    print(f"{'frames':>10}{'s per chunk':>13}{'cached MiB':>12}")
-    for begin in (0, 7, *range(14, len(rows), 14)):
-        own = rows[begin : begin + 7]
-        middle = statistics.median(seconds for seconds, _ in own)
-        frames = f"{3 * begin} to {3 * begin + 20}"
-        print(f"{frames:>10}{middle:13.3f}{own[-1][1] / 2**20:12.1f}")
+    groups_of_seven = ((begin, rows[begin : begin + 7]) for begin in (0, 7, *range(14, len(rows), 14)))
+    return [
+        {
+            "frames": f"{3 * begin} to {3 * begin + 20}",
+            "s per chunk": statistics.median(seconds for seconds, _ in own),
+            "cached MiB": own[-1][1] / 2**20,
+        }
+        for begin, own in groups_of_seven
+        if own
+    ]
 
 
 def main() -> None:
@@ -195,9 +209,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
     bench = Bench(args.device)
-    measure_steps(bench, args.rounds)
-    measure_packing(bench, args.rounds)
-    measure_rollout(bench)
+    print(
+        format_rows([row for grid in SIZES[args.device] for row in measure_steps(bench, grid, args.rounds)])
+    )
+    print(f"\n{format_rows(measure_packing(bench, args.rounds))}")
+    print(f"\nrollout of {NUM_FRAMES} latent frames, chunks of 3, window 12, sink 3, 4 denoising steps")
+    print(format_rows(measure_rollout(bench)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python scripts/bench_peers.py                   # a small model, fp32, a minute on 2 cores
     python scripts/bench_peers.py --device cuda     # ten layers of the width of 1.3B, bf16
     python scripts/bench_peers.py --kind lora --set model.checkpointing=selective
+    python scripts/bench_peers.py --compile         # diffusers with torch.compile, some minutes longer
 
 wands           `train_step` on all clips, packed into one sequence (bin)
 one at a time   diffusers' WanTransformer3DModel in accelerate's DeepSpeed engine, a forward and backward per clip, one update
@@ -119,9 +120,10 @@ class Peer:
     Args:
         device: "cuda" or "cpu".
         kind: "full" for a full finetune, or "lora".
+        is_compiled: whether to compile the transformer block, for all sizes of clips at once.
     """
 
-    def __init__(self, device: str, kind: str) -> None:
+    def __init__(self, device: str, kind: str, is_compiled: bool = False) -> None:
         from accelerate import Accelerator
         from accelerate.state import is_initialized
         from accelerate.utils import DeepSpeedPlugin
@@ -139,6 +141,8 @@ class Peer:
             model.requires_grad_(False)
             targets = ["to_q", "to_k", "to_v", "to_out.0"]
             model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+        if is_compiled:
+            model.compile_repeated_blocks(dynamic=True)
         plugin = DeepSpeedPlugin(
             zero_stage=2, gradient_accumulation_steps=len(samples), gradient_clipping=1.0
         )
@@ -196,7 +200,9 @@ class Peer:
         return self._backward(latents, mask, torch.stack(self._texts), True).mean().item()
 
 
-def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int = ROUNDS) -> Rows:
+def measure(
+    device: str, kind: str, overrides: Sequence[str] = (), rounds: int = ROUNDS, is_compiled: bool = False
+) -> Rows:
     """Measure an optimizer step of three variants.
 
     The variants are wands, diffusers with accelerate on one clip at a time, and diffusers with accelerate on one padded batch.
@@ -206,6 +212,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         kind: "full" trains all weights, "lora" trains a LoRA.
         overrides: recipe overrides for wands.
         rounds: number of timed steps of each variant.
+        is_compiled: whether the variants of diffusers use torch.compile.
 
     Returns:
         One row of the table for each variant. If a variant of diffusers needs more memory than the device has, its row contains
@@ -216,7 +223,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         config = {"attention_head_dim": 128, **bench_step.WIDTHS[device], **FIXED}
         (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
         own = wands_step(device, kind, Path(folder), overrides)
-        peer = Peer(device, kind)
+        peer = Peer(device, kind, is_compiled)
         steps = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
         # the first calls are the warm-up
         losses = {"wands": own()}
@@ -230,7 +237,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         if too_large:  # DeepSpeed's engine is unusable after a backward pass that failed
             del steps, peer
             gc.collect()
-            peer = Peer(device, kind)
+            peer = Peer(device, kind, is_compiled)
             every = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
             steps = {name: every[name] for name in losses}
             for step in steps.values():
@@ -278,6 +285,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kind", choices=KINDS, action="append", help="trained weights; default: both")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--compile", action="store_true", help="diffusers uses torch.compile")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -288,7 +296,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     rows = [
-        row for kind in args.kind or KINDS for row in measure(args.device, kind, args.overrides, args.rounds)
+        row
+        for kind in args.kind or KINDS
+        for row in measure(args.device, kind, args.overrides, args.rounds, args.compile)
     ]
     print(format_rows(rows))
 

@@ -4,6 +4,7 @@
 #   step       training steps of 1.3B and a LoRA of 14B, also in fp8      tests   the tests marked gpu
 #   memory     bench_memory.py                                            infer   time of each part of wands infer
 #   encode     clips and captions a second in preprocess                  compare wands, and diffusers + accelerate + DeepSpeed
+#   causal     steps with teacher forcing, and a rollout
 # DIR (default gpu_out) gets STAGE.json, STAGE.txt and STAGE.log. The results are written after every part, so that a stage that
 # is ended after --limit SECONDS (default 520) keeps what it had. Without --only, all stages run. --only may be repeated.
 #   --set KEY=VALUE   recipe override for block, step and compare, such as attention.backend=torch
@@ -13,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=gpu_out limit=520 device=cuda stages=() overrides=()
-all="attention block step tests memory infer encode compare"
+all="attention block step tests memory infer encode compare causal"
 while [ $# -gt 0 ]; do
   case "$1" in
     --only)
@@ -24,7 +25,7 @@ while [ $# -gt 0 ]; do
     --device) device="${2:?--device needs cuda or cpu}"; shift 2 ;;
     --set) overrides+=(--set "${2:?--set needs KEY=VALUE}"); shift 2 ;;
     --part) overrides+=(--part "${2:?--part needs a text}"); shift 2 ;;
-    -h | --help) sed -n '2,12p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,13p' "$0"; exit 0 ;;
     *) echo "gpu.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
   esac
 done

@@ -7,12 +7,13 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import gpu_clock
 import torch
 from bench_record import Results, Rows
-from gpu_sizes import CLIPS, COPY_BYTES, DTYPES, HEAD_DIM, HEADS, TEXT_TOKENS, VARIANT_NAMES
+from gpu_sizes import CLIPS, COPY_BYTES, DTYPES, HEAD_DIM, HEADS, SHORT_CLIPS, TEXT_TOKENS, VARIANT_NAMES
 from torch import Tensor
 
 from wands.attention.kernels.registry import BACKENDS, Backend, choose_backend
@@ -127,6 +128,38 @@ def cross_attention(device: str, heads: int) -> Rows:
     return rows
 
 
+def cudnn_varlen(device: str, heads: int, lens: Sequence[int]) -> Rows:
+    """Measure cuDNN with all clips of a bin in one call, which PyTorch itself never chooses, and the kernel `torch` for comparison.
+
+    The errors are the largest differences from `torch`, as shares of its largest value. They are a few thousandths if the call
+    computes what it should.
+    """
+    aten = torch.ops.aten
+    total = sum(lens)
+    longest = max(lens)
+    scale = HEAD_DIM**-0.5
+    q, k, v, dout = random_rows(device, heads, *[total] * 4)
+    segments = Segments.build(lens, device=device)
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    bounds = starts, starts, longest, longest
+    forward = partial(aten._cudnn_attention_forward, q, k, v, None, *bounds, True, scale=scale)
+    out, lse, *_, seed, offset, _ = forward()
+    given = dout, q, k, v, out, lse, seed, offset, None
+    backward = partial(aten._cudnn_attention_backward, *given, *bounds, 0.0, False, scale=scale)
+    torch_kernel = choose_backend("torch", device, DTYPES[device], HEAD_DIM)
+    expected, stats = torch_kernel.forward(q, k, v, segments, scale)
+    grads = torch_kernel.backward(dout, q, k, v, expected, stats, segments, scale)
+    pairs = zip((out, *backward()), (expected, *grads), strict=True)
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+    flops = 4 * heads * HEAD_DIM * sum(length * length for length in lens)
+    row: dict[str, Any] = {"kernel": "cuDNN varlen", "error of out": errors[0]}
+    row["error of gradients"] = max(errors[1:])
+    for name, factor, call in (("forward", 1.0, forward), ("backward", 2.5, backward)):
+        seconds = gpu_clock.time_calls(call, device, 3)[1]
+        row |= {f"{name} ms": seconds * 1e3, f"{name} TFLOP/s": factor * flops / seconds / 1e12}
+    return [row]
+
+
 def copies(device: str) -> Rows:
     """Measure how long a copy to a busy device blocks the host: first with pageable host memory, then with pinned memory."""
     side = 8192 if device == "cuda" else 64
@@ -159,4 +192,8 @@ def attention_stage(args: argparse.Namespace, results: Results) -> None:
         for lens in CLIPS[args.device]:
             title = f"{heads} heads, {len(lens)} x {lens[0]} tokens"
             results.run(title, lambda h=heads, n=lens: attention(args.device, h, n))
+    if args.device == "cuda":  # no CPU has these operators
+        for lens in SHORT_CLIPS:
+            title = f"cuDNN varlen, {len(lens)} x {lens[0]} tokens"
+            results.run(title, partial(cudnn_varlen, args.device, HEADS["cuda"][0], lens))
     results.run("copies to a busy device", lambda: copies(args.device))

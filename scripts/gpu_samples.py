@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +83,24 @@ def infer_stage(args: argparse.Namespace, results: Results) -> None:
     results.run("81 frames of 480 x 832" if args.device == "cuda" else "tiny", lambda: infer(args.device))
 
 
-def encode_clips(device: str, dtype: torch.dtype, batch: int) -> Rows:
-    """Measure the VAE of Wan 2.1 with random weights, on clips of one size. On a CPU, the VAE is tiny."""
+def encode_clips(device: str, dtype: torch.dtype, batch: int, channels_last: bool = False) -> Rows:
+    """Measure the VAE of Wan 2.1 with random weights, on clips of one size. On a CPU, the VAE is tiny.
+
+    With `channels_last`, the weights of the 3-D convolutions and the pixels store the channels of a voxel side by side.
+    """
     from diffusers import AutoencoderKLWan
 
     from wands.encoders.vae import WanVideoEncoder
 
     sizes = {} if device == "cuda" else {"base_dim": 8, "num_res_blocks": 1}
     vae = AutoencoderKLWan(**sizes).to(device, dtype)
-    encoder = WanVideoEncoder(vae)
     pixels = torch.rand(batch, *ENCODED[device][0], device=device) * 2 - 1
+    if channels_last:
+        pixels = pixels.contiguous(memory_format=torch.channels_last_3d)
+        for parameter in vae.parameters():
+            if parameter.dim() == 5:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last_3d)
+    encoder = WanVideoEncoder(vae)
     seconds = gpu_clock.time_calls(lambda: encoder.encode(pixels), device, rounds=2)[1]
     return [{"s": seconds, "clips/s": batch / seconds}]
 
@@ -125,5 +134,7 @@ def encode_stage(args: argparse.Namespace, results: Results) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for batch in (1, 2):
             name = f"VAE, {str(dtype).removeprefix('torch.')}, batch {batch}"
-            results.run(name, lambda dtype=dtype, batch=batch: encode_clips(device, dtype, batch))
+            results.run(name, partial(encode_clips, device, dtype, batch))
+    name = "VAE, bfloat16, batch 1, channels last"
+    results.run(name, partial(encode_clips, device, torch.bfloat16, 1, channels_last=True))
     results.run("UMT5", lambda: encode_texts(device))

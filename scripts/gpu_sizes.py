@@ -12,6 +12,7 @@ CLIPS = {  # tokens of the clips of a bin
     "cpu": ((96,), (16, 24)),
     "cuda": ((32760,), (75600,), (1560,) * 21),
 }
+SHORT_CLIPS = ((1560,) * 21, (4056,) * 8)  # tokens of the clips of a bin, on a GPU
 COPY_BYTES = {"cpu": (2**16,), "cuda": (32760 * 64 * 4, 388 * 10**6)}  # tokens of a clip, pixels of a clip
 VARIANT_NAMES = ("wan2.1-t2v-1.3b", "wan2.1-t2v-14b")
 # Latent shapes of the clips of a bin.

@@ -8,13 +8,14 @@ A stage has several parts. After each part, the script writes all results of the
 
 attention   copy and matmul speed, attention kernels forward and backward, cross-attention backward, copies to the device
 block       one transformer block of 1.3B and of 14B: time, operators, bytes and kernels, for one clip and for many clips
-step        a training step of 1.3B and of a LoRA of 14B through `wands tools profile`, also in fp8 and with swapped blocks: time,
-            MFU, and the peak of memory next to the estimate
+step        calibration; a training step of 1.3B and of a LoRA of 14B through `wands tools profile`, also in fp8 and with swapped
+            blocks: time, MFU, and the peak of memory next to the estimate; 20 losses in bf16 and in fp8
 tests       the tests marked gpu
 memory      bench_memory.py at the widths of 1.3B and 14B
 infer       time of each part of `wands infer` with random weights of 1.3B and of its VAE
 encode      the VAE of Wan 2.1 and UMT5-XXL with random weights: clips and captions per second
-compare     bench_peers.py: wands, and diffusers + accelerate + DeepSpeed
+compare     bench_peers.py: wands, and diffusers + accelerate + DeepSpeed, also with torch.compile
+causal      bench_causal.py: steps with teacher forcing, and a rollout
 
 No stage needs model files or a network. Only `tests` uses clips. A part that fails is recorded with its error, and the next part
 starts. On a CPU, all sizes are tiny: the numbers show only that every part runs.
@@ -29,9 +30,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_causal
 import bench_memory
 import bench_peers
 import bench_step
@@ -119,8 +122,28 @@ def compare_stage(args: argparse.Namespace, results: Results) -> None:
         rounds = 1
         bench_step.GRIDS["cpu"] = [(1, 4, 4), (2, 4, 4), (1, 2, 4)]
         bench_step.WIDTHS["cpu"] |= {"num_layers": 1, "ffn_dim": 96, "text_dim": 32}
-    for kind in bench_peers.KINDS:
-        results.run(kind, lambda k=kind: bench_peers.measure(args.device, k, args.overrides, rounds))
+    for name in bench_peers.KINDS:
+        for is_compiled in (False, True):
+            part = f"{name}, compiled peer" if is_compiled else name
+            options = args.device, name, args.overrides, rounds, is_compiled
+            results.run(part, partial(bench_peers.measure, *options))
+
+
+def causal_stage(args: argparse.Namespace, results: Results) -> None:
+    """Run the stage `causal`: compare teacher forcing with bidirectional steps, and measure a rollout."""
+    rounds = 5
+    if args.device == "cpu":
+        rounds = 1
+        bench_causal.SIZES["cpu"] = [(6, 2, 2)]
+        bench_causal.MIX["cpu"] = [(6, 2, 2), (3, 2, 3)]
+        bench_causal.NUM_FRAMES = 21
+        bench_causal.WIDTHS["cpu"] |= {"num_layers": 1, "ffn_dim": 96, "text_dim": 32}
+    bench = bench_causal.Bench(args.device)
+    for grid in bench_causal.SIZES[args.device]:
+        tokens = grid[0] * grid[1] * grid[2]
+        results.run(f"{tokens:,} tokens", partial(bench_causal.measure_steps, bench, grid, rounds))
+    results.run("packing", lambda: bench_causal.measure_packing(bench, rounds))
+    results.run("rollout", lambda: bench_causal.measure_rollout(bench))
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
@@ -132,6 +155,7 @@ STAGES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
     "infer": infer_stage,
     "encode": encode_stage,
     "compare": compare_stage,
+    "causal": causal_stage,
 }
 
 

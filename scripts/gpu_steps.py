@@ -17,6 +17,10 @@ from bench_record import Results, Rows
 from gpu_blocks import overrides_of
 from gpu_sizes import STEP_PACKS, STEP_RUNS, VARIANT_NAMES
 
+SPEEDS = "speeds.json"
+"""File of the part `calibrate` in the folder of the results."""
+NUM_LOSSES = 20
+
 
 def run_wands(arguments: Sequence[str]) -> None:
     """Run a command of wands in a new process, so that its peak memory does not include the memory of this script.
@@ -45,7 +49,7 @@ def step(
     predicted peak memory. The profiler records only step 5. If the profiler fails, the error is printed and the stage fails,
     but the measurements are kept.
     """
-    from wands.planning.hardware import MACHINES
+    from wands.planning.hardware import MACHINES, with_measurements
     from wands.planning.memory import estimate_memory
     from wands.planning.step_time import predict
     from wands.train.prepare import load_run
@@ -75,6 +79,9 @@ def step(
     workload = run.workload(device)
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     machine = next((m for key, m in MACHINES.items() if key.split("-")[0].upper() in name), MACHINES["h200"])
+    calibrated = args.out / SPEEDS
+    if device == "cuda" and calibrated.is_file():
+        machine = with_measurements(machine, calibrated)
     lens = [int(length) for length in run.schedule.num_tokens]
     seconds = statistics.median(row["seconds"] for row in rows)
     estimated = estimate_memory(workload).peak
@@ -83,6 +90,7 @@ def step(
         {
             "s": seconds,
             "predicted s": predict(workload, machine, lens).seconds,
+            "predicted from": machine.source,
             "TFLOP/s": statistics.median(row["tflops"] for row in rows),
             "MFU": rows[-1]["mfu"],
             "data wait s": statistics.median(row["data_wait"] for row in rows),
@@ -94,8 +102,46 @@ def step(
     ]
 
 
+def calibrate(args: argparse.Namespace) -> Rows:
+    """Measure the speeds from which the other parts predict times, and return them as rows."""
+    file = args.out / SPEEDS
+    run_wands(["tools", "calibrate", "--out", str(file)])
+    speeds = json.loads(file.read_text())
+    kernels = speeds.pop("attention_flops")
+    rows: Rows = [{"speed": name, "value": value} for name, value in speeds.items()]
+    for name, (forward, backward) in kernels.items():
+        rows += [
+            {"speed": f"{name} forward", "value": forward},
+            {"speed": f"{name} backward", "value": backward},
+        ]
+    return rows
+
+
+def fp8_losses(args: argparse.Namespace) -> Rows:
+    """Train 1.3B on the same clips in bf16 and in fp8, and return the losses of each step."""
+    device = args.device
+    _, shapes = list(STEP_PACKS[device].items())[min(1, len(STEP_PACKS[device]) - 1)]
+    losses: dict[str, list[float]] = {}
+    for linears in ("bf16", "fp8"):
+        with tempfile.TemporaryDirectory() as folder:
+            overrides = [
+                *overrides_of(device, VARIANT_NAMES[0], shapes, Path(folder), 2 if device == "cpu" else None),
+                *(f"precision={{compute: bf16, linears: {linears}}}", f"train.max_steps={NUM_LOSSES}"),
+                *("train.log_every=1", "optim.lr=1e-4", *args.overrides),
+            ]
+            run_wands(["train", *(part for text in overrides for part in ("--set", text))])
+            lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        losses[linears] = [json.loads(line)["loss"] for line in lines]
+    steps = zip(losses["bf16"], losses["fp8"], strict=True)
+    return [
+        {"step": number, "bf16": bf16, "fp8": fp8, "fp8 / bf16": fp8 / bf16}
+        for number, (bf16, fp8) in enumerate(steps, start=1)
+    ]
+
+
 def step_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `step`: measure training steps of each run in `STEP_RUNS`."""
+    """Run the stage `step`: calibrate, measure training steps of each run in `STEP_RUNS`, and compare losses."""
+    results.run("calibrate", lambda: calibrate(args))
     for label, (variant, settings) in STEP_RUNS.items():
         for name, shapes in STEP_PACKS[args.device].items():
             results.run(
@@ -104,3 +150,4 @@ def step_stage(args: argparse.Namespace, results: Results) -> None:
                     args, shapes, results, variant, settings
                 ),
             )
+    results.run(f"{NUM_LOSSES} losses in bf16 and fp8", lambda: fp8_losses(args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,11 +13,17 @@ from typing import Any
 import bench_peers
 import gpu_blocks
 import gpu_clock
+import gpu_kernels
 import gpu_stages
 import gpu_steps
 import pytest
+import torch
 from bench_peers import KINDS
 from bench_record import Results
+from torch import Tensor
+
+from wands.attention.kernels.registry import get_backend
+from wands.attention.packed import Segments
 
 STEP = ["attention.backend=cpu", "model.checkpointing=full"]
 
@@ -57,6 +64,7 @@ def rows_of(parts: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 def check_comparison(parts: dict[str, Any], kind: str) -> None:
     table = {row["variant"]: row for row in rows_of(parts, kind)}
+    kind = kind.removesuffix(", compiled peer")
     assert table.keys() == {f"{kind}, {name}" for name in ("wands", "one at a time", "padded")}
     losses = [row["loss"] for row in table.values()]
     assert losses == pytest.approx([2.0] * 3, rel=0.2)  # E[(noise - latents)^2], as the head is zero
@@ -64,7 +72,7 @@ def check_comparison(parts: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
-    stages = ("attention", "block", "step", "memory", "infer", "encode", "compare")
+    stages = ("attention", "block", "step", "memory", "infer", "encode", "compare", "causal")
     (found,) = new_world(1, rehearse, stages, tmp_path, STEP, ("lora",), ["wan2.1-t2v-1.3b"])
     for stage in stages:
         errors = {name: part["error"] for name, part in found[stage].items() if "error" in part}
@@ -83,8 +91,22 @@ def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     parts = [row["part"] for row in rows_of(found["infer"], "tiny")]
     assert parts == ["load", "text", "denoising", "decode", "write mp4", "one denoising step"]
     check_comparison(found["compare"], "lora")
+    check_comparison(found["compare"], "lora, compiled peer")
+    causal = found["causal"]
+    assert rows_of(causal, "24 tokens")[0]["FLOPs"] > 1.1  # the text costs as much as the few tokens
+    assert rows_of(causal, "packing")[0]["speed of packing"] > 0
+    cached = [row["cached MiB"] for row in rows_of(causal, "rollout")]
+    assert len(cached) == 1
+    assert cached[0] > 0
+    speeds = {row["speed"]: row["value"] for row in rows_of(found["step"], "calibrate")}
+    assert speeds["cpu forward"] > 0
+    losses = rows_of(found["step"], "20 losses in bf16 and fp8")
+    assert [row["step"] for row in losses] == list(range(1, 21))
+    assert all(abs(row["fp8 / bf16"] - 1) < 0.05 for row in losses)
+    assert any(row["fp8"] != row["bf16"] for row in losses)
     assert len(rows_of(found["memory"], "tiny")) == 6
     assert {row["clips/s"] for row in rows_of(found["encode"], "VAE, bfloat16, batch 2")} == {2.0}
+    assert rows_of(found["encode"], "VAE, bfloat16, batch 1, channels last")
     assert {row["captions/s"] for row in rows_of(found["encode"], "UMT5")} == {2.0}
     assert rows_of(found["block"], "wan2.1-t2v-1.3b, 1 clip")[0]["U"] > 100
 
@@ -120,7 +142,8 @@ def test_a_part_that_does_not_exist_is_one_sentence(
     options = ["step", "--device", "cpu", "--out", str(tmp_path), "--part", "9 clips"]
     monkeypatch.setattr(sys, "argv", ["gpu_stages.py", *options])
     assert gpu_stages.main() == 2
-    names = "; ".join(f"{name}, 3 clips" for name in gpu_steps.STEP_RUNS)
+    steps = [f"{name}, 3 clips" for name in gpu_steps.STEP_RUNS]
+    names = "; ".join(["calibrate", *steps, "20 losses in bf16 and fp8"])
     sentence = f"--part 9 clips: no part of step has this text in its name; use one of: {names}\n"
     assert capsys.readouterr().out.endswith(sentence)
 
@@ -135,6 +158,66 @@ def test_overrides_reach_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         counts[mode] = gpu_blocks.block(args, "wan2.1-t2v-1.3b", ((2, 8, 8),))[0]
     assert counts["none"]["operators"] < counts["full"]["operators"]
     assert counts["none"]["GB"] < counts["full"]["GB"]
+
+
+def test_one_call_of_cudnn_is_compared_with_torch(monkeypatch: pytest.MonkeyPatch):
+    """No CPU has the operators. Here, functions with their arguments compute with the CPU's kernel."""
+    kernel = get_backend("cpu")
+
+    def segments_of(starts: Tensor, longest: int) -> Segments:
+        lens = starts.diff().tolist()
+        assert longest == max(lens)
+        return Segments.build(lens)
+
+    def forward(
+        query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp, *, scale
+    ):
+        assert attn_bias is None
+        assert compute_log_sumexp
+        out, lse = kernel.forward(query, key, value, segments_of(cum_seq_q, max_q), scale)
+        return out, lse, cum_seq_q, cum_seq_k, max_q, max_k, "seed", "offset", None
+
+    def backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        philox_seed,
+        philox_offset,
+        attn_bias,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        *,
+        scale,
+    ):
+        assert (philox_seed, philox_offset, attn_bias, dropout_p, is_causal) == (
+            "seed",
+            "offset",
+            None,
+            0,
+            False,
+        )
+        given = grad_out, query, key, value, out, logsumexp
+        return kernel.backward(*given, segments_of(cum_seq_k, max_k), scale)
+
+    aten = torch.ops.aten
+    for name, call in (("forward", forward), ("backward", backward)):
+        schema = getattr(aten, f"_cudnn_attention_{name}").default._schema
+        names = [argument.name for argument in schema.arguments]
+        own = list(inspect.signature(call).parameters)
+        assert own == [one for one in names if one in own]
+        monkeypatch.setattr(aten, f"_cudnn_attention_{name}", call)
+    monkeypatch.setattr(gpu_kernels, "choose_backend", lambda *_: kernel)
+    monkeypatch.setattr(gpu_clock, "time_calls", lambda work, device, rounds=5: (work(), (2.0, 1.0))[1])
+    (row,) = gpu_kernels.cudnn_varlen("cpu", 2, (5, 3, 7))
+    assert row["error of out"] == row["error of gradients"] == 0
+    assert row["backward TFLOP/s"] == pytest.approx(2.5 * row["forward TFLOP/s"])
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -184,9 +267,9 @@ def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypat
 def test_every_step_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     """Full finetune and LoRA, in bf16, in fp8 and with swapped blocks. On a CPU the models have two blocks."""
     (found,) = new_world(1, rehearse, ("step",), tmp_path)
-    assert len(found["step"]) == len(gpu_steps.STEP_RUNS) == 5
-    for name in found["step"]:
-        assert rows_of(found["step"], name)[0]["s"] > 0
+    assert len(gpu_steps.STEP_RUNS) == 5
+    for name in gpu_steps.STEP_RUNS:
+        assert rows_of(found["step"], f"{name}, 3 clips")[0]["s"] > 0
 
 
 @pytest.mark.slow
