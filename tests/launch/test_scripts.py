@@ -114,7 +114,7 @@ def run_gpu(
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-STAGES = ("attention", "block", "step", "tests", "memory", "infer", "encode", "compare")
+STAGES = ("attention", "block", "step", "tests", "memory", "infer", "encode", "compare", "causal")
 
 
 def test_gpu_runs_everything_and_sums_up(tmp_path: Path):
