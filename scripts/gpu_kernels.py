@@ -129,7 +129,7 @@ def cross_attention(device: str, heads: int) -> Rows:
 
 
 def cudnn_varlen(device: str, heads: int, lens: Sequence[int]) -> Rows:
-    """Measure cuDNN with all clips of a bin in one call, which PyTorch itself never chooses, and the kernel `torch` for comparison.
+    """Measure cuDNN with all clips of a bin in one call, which PyTorch itself never chooses, and compare with the kernel `torch`.
 
     The errors are the largest differences from `torch`, as shares of its largest value. They are a few thousandths if the call
     computes what it should.
