@@ -7,6 +7,7 @@ another machine takes the lock over when the record has not changed for 3 minute
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -57,7 +58,12 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         self.is_kept = False
         self.on_lost: Callable[[str], None] = lambda message: None
         self._label = label
-        self._owner = _describe_process()
+        self._owner = {
+            "owner": f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T %z')}",
+            "pid": os.getpid(),
+            "pid_namespace": os.readlink(_PROC / "self/ns/pid"),
+            "boot_id": _boot_id(),
+        }
         self._made_folder = False
         self._is_failing = False
         self._lost: WandsError | None = None
@@ -103,6 +109,8 @@ class WriterLock(AbstractContextManager["WriterLock"]):
             first = first or record
             time.sleep(0.2)
         self._write()
+        if self._is_failing and not is_locked:
+            raise OSError("neither a lock nor a record is possible")
         if taken or not is_locked:
             time.sleep(SETTLE_SECONDS)  # another process may do the same at this moment
             self.check()
@@ -112,11 +120,11 @@ class WriterLock(AbstractContextManager["WriterLock"]):
 
     def _open(self) -> bool | None:
         """Open or create the lock file. Return whether this process has locked it, or None if the file system has no locks."""
-        while True:
+        for _ in range(100):
+            if not self.path.parent.exists():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._made_folder = True
             with suppress(FileNotFoundError):  # the holder has just ended, and has deleted its file or folder
-                if not self.path.parent.exists():
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._made_folder = True
                 self._file = open_own_file(self.path, os.O_RDWR | os.O_CREAT)
                 is_locked: bool | None = True
                 try:
@@ -128,6 +136,7 @@ class WriterLock(AbstractContextManager["WriterLock"]):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._file)):
                     return is_locked
             self._close()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _close(self) -> None:
         if self._file >= 0:
@@ -177,20 +186,11 @@ class WriterLock(AbstractContextManager["WriterLock"]):
             self.check()
         finally:
             with suppress(OSError):
-                if not self.is_kept and not self._lost:
+                if not self.is_kept and _read(self.path).get("owner") == self._owner["owner"]:
                     self.path.unlink()
                 if self._made_folder:
                     self.path.parent.rmdir()
             self._close()
-
-
-def _describe_process() -> dict[str, Any]:
-    return {
-        "owner": f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%F %T %z')}",
-        "pid": os.getpid(),
-        "pid_namespace": os.readlink(_PROC / "self/ns/pid"),
-        "boot_id": _boot_id(),
-    }
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -222,6 +222,30 @@ def test_the_first_record_that_cannot_be_written_is_no_error(fast, tmp_path: Pat
         wait_until((tmp_path / "lock").read_bytes)
 
 
+def test_without_locks_a_record_that_cannot_be_written_is_an_error(fast, tmp_path: Path, monkeypatch):
+    """Nothing else would keep a second process out."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    fail(monkeypatch, "pwrite", errno.EIO)
+    with pytest.raises(WandsError, match=r"cannot be created \(neither a lock nor a record is possible"):
+        WriterLock(tmp_path / "lock", "cache=c")
+
+
+@pytest.mark.parametrize("path", ["/proc/wands/lock", "/proc/wands.lock"])
+def test_a_folder_in_which_nothing_can_be_created_is_an_error(path: str):
+    with pytest.raises(WandsError, match=r"cannot be created \(No such file or directory"):
+        WriterLock(Path(path), "cache=c")
+
+
+def test_a_deleted_lock_file_does_not_keep_the_folder(fast, tmp_path: Path):
+    with WriterLock(tmp_path / "new" / "lock", "cache=c"):
+        (tmp_path / "new" / "lock").unlink()
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 400, b"{", b"[1]", b"[" * 1000, b"{}", b"\xff\xfe", None])
 def test_a_damaged_record_is_no_other_owner(content: bytes | None, fast, tmp_path: Path, monkeypatch):
     works = fail(monkeypatch, "pwrite", errno.EIO)

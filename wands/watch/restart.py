@@ -62,7 +62,7 @@ class RestartingAgent(LocalElasticAgent):
             self._is_path = train.resume not in (None, "auto")
             self._checkpoints = Path(load_recipe(train.recipe, train.overrides).output_dir, "checkpoints")
         self._newest: Path | None = None
-        self._first = self._find_newest()
+        self._first = self._newest = self._find_newest()
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
