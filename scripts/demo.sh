@@ -5,7 +5,7 @@
 #   bash scripts/demo.sh --out DIR       output folder (default demo_out); an earlier demo there is replaced
 #   bash scripts/demo.sh --variant NAME  another model, for example wan2.2-ti2v-5b; a wrong name lists all
 #   bash scripts/demo.sh --lora RANK     train a LoRA of the untrained model instead of its weights, for example 32
-#   bash scripts/demo.sh --set KEY=VALUE another setting of the training, also several times, for example --set precision.linears=fp8
+#   bash scripts/demo.sh --set KEY=VALUE another setting of the training, also several times, for example --set precision.compute=bf16
 #   bash scripts/demo.sh --causal        train with teacher forcing, and sample chunk by chunk, also twice as long; about 10 minutes
 # DEMO_STEPS=N sets the number of training steps: by default 500 (450 for A14B and 5B) for up to four clips, up to twice as many for more.
 set -euo pipefail

@@ -17,6 +17,8 @@ from bench_record import Results, Rows
 from gpu_blocks import overrides_of
 from gpu_sizes import STEP_PACKS, STEP_RUNS, VARIANT_NAMES
 
+from wands.planning.hardware import MACHINES, Machine, with_measurements
+
 SPEEDS = "speeds.json"
 """File of the part `calibrate` in the folder of the results."""
 NUM_LOSSES = 20
@@ -36,6 +38,13 @@ def run_wands(arguments: Sequence[str]) -> None:
     print(done.stdout, flush=True)
 
 
+def find_machine(device: str, speeds: Path) -> Machine:
+    """Return the machine of this GPU, with the speeds in a file of `calibrate` if there is one; on a CPU, an H200."""
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    machine = next((m for key, m in MACHINES.items() if key.split("-")[0].upper() in name), MACHINES["h200"])
+    return with_measurements(machine, speeds) if name and speeds.is_file() else machine
+
+
 def step(
     args: argparse.Namespace,
     shapes: Sequence[Sequence[int]],
@@ -49,7 +58,6 @@ def step(
     predicted peak memory. The profiler records only step 5. If the profiler fails, the error is printed and the stage fails,
     but the measurements are kept.
     """
-    from wands.planning.hardware import MACHINES, with_measurements
     from wands.planning.memory import estimate_memory
     from wands.planning.step_time import predict
     from wands.train.prepare import load_run
@@ -77,11 +85,7 @@ def step(
     print(scopes, flush=True)
     rows = [json.loads(line) for line in lines][2:4]  # step 1 compiles, step 5 is profiled
     workload = run.workload(device)
-    name = torch.cuda.get_device_name() if device == "cuda" else ""
-    machine = next((m for key, m in MACHINES.items() if key.split("-")[0].upper() in name), MACHINES["h200"])
-    calibrated = args.out / SPEEDS
-    if device == "cuda" and calibrated.is_file():
-        machine = with_measurements(machine, calibrated)
+    machine = find_machine(device, args.out / SPEEDS)
     lens = [int(length) for length in run.schedule.num_tokens]
     seconds = statistics.median(row["seconds"] for row in rows)
     estimated = estimate_memory(workload).peak

@@ -220,6 +220,18 @@ def test_one_call_of_cudnn_is_compared_with_torch(monkeypatch: pytest.MonkeyPatc
     assert row["backward TFLOP/s"] == pytest.approx(2.5 * row["forward TFLOP/s"])
 
 
+def test_times_are_predicted_from_measured_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    file = tmp_path / "speeds.json"
+    from_data_sheet = gpu_steps.find_machine("cuda", file)
+    assert from_data_sheet.name.startswith("H100")
+    file.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "copy_bandwidth": 1.5e12}))
+    measured = gpu_steps.find_machine("cuda", file)
+    assert (measured.source, measured.copy_bandwidth) == (str(file), 1.5e12)
+    assert measured.copy_bandwidth != from_data_sheet.copy_bandwidth
+    assert gpu_steps.find_machine("cpu", file).name.startswith("H200")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_tests_become_a_row(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     case = '<testcase name="b"><failure/></testcase>' if fails else '<testcase name="b"/>'
